@@ -164,9 +164,9 @@ class Path(_Gate):
                 "calls return before their results are there. Use check='always', or another "
                 "backend, such as 'gloo'."
             )
-        self.results = Results(interval) if interval else None
         self.broken: CollectiveError | None = None
         self.recorder = Recorder(f"rank {self.rank} of {self.size} over {backend.name}")
+        self.results = Results(interval, self.recorder) if interval else None
         backend.observe(self.recorder)
         self.closed = False
         self._capture: _Capture | None = None
@@ -181,20 +181,23 @@ class Path(_Gate):
 
         C records a call, runs its plan, and leaves everything else to the methods in Python; see
         :func:`collective.native.method`. C makes calls that move pieces only if the transport
-        compares calls by itself.
+        compares calls by itself. If the ranks compare the results of some calls, C makes the calls
+        between these.
         """
         if self.door is not None:
             self.door.lock()
         self.opened += 1
         self.watched = self._is_watched()
-        observed = self.watched or self.closed
-        shut = self.agree_first or observed or self.broken is not None
+        observed = bool(self.closed or self.listeners.all or self._capture)
+        each = self.results is not None and self.results.interval == 1
+        shut = self.agree_first or observed or each or self.broken is not None
         self.door = None
         if not shut and self.on_host:
             self.door = native.door(self.recorder.ring, self.lane.queue, self.rank, self.size)
         self.door_of_pieces = None if self.agree_sizes or self.enqueues else self.door
         self.door_of_scatter = self.door_of_pieces if self.scatters_at_once else None
-        self.exchange = None if observed else self.backend.exchange
+        # Messages are compared in every case.
+        self.exchange = None if observed or self.results else self.backend.exchange
 
     @property
     def scatters_at_once(self) -> bool:

@@ -105,12 +105,12 @@ class Results:
 
     Args:
         interval: interval of the calls whose results are compared; 1 for every call.
+        recorder: recorder of the communicator, which counts the calls until the next one.
     """
 
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
-        # Number of calls that could be compared. It is equal on all ranks.
-        self._calls = 0
+    def __init__(self, interval: int, recorder: Recorder) -> None:
+        self.interval = interval
+        recorder.ring.left = interval - 1
 
     def around(self, path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline) -> None:
         """Run a call, and compare its results on all ranks.
@@ -123,16 +123,19 @@ class Results:
             CorruptionError: the results are not what they must be; on all ranks.
         """
         run = _RUNS.get(planned.request.operation)
-        # A call that fails is failed on all ranks, or breaks the communicator. So the ranks count
-        # only the calls that have succeeded, and the next call's turn is known before it begins.
-        counts = run is not None and not planned.compares
-        due = counts and (self._calls + 1) % self._interval == 0
-        if run is None or not due:
+        if run is None or planned.compares:
             path.carry(planned, src, dst, deadline, True)
-            self._calls += counts
+            return
+        # A call that fails has failed on all ranks, or breaks the communicator. So the ranks count
+        # only the calls that have succeeded. All ranks then have the same number of calls left,
+        # whether C or Python has made a call.
+        ring = path.recorder.ring
+        if ring.left > 0:
+            path.carry(planned, src, dst, deadline, True)
+            ring.left -= 1
             return
         words = run(path, planned, src, dst, deadline)
-        self._calls += 1
+        ring.left = self.interval - 1
         _compare(path, planned, words, deadline)
 
 

@@ -55,6 +55,7 @@ class Ring:
 
     started: int
     finished: int
+    left: int
 
     def __init__(self, package: str, /) -> None: ...
     def begin(self, request: Any, compares: bool = ..., /) -> None: ...

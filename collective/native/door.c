@@ -33,6 +33,12 @@ struct operation {
     enum { OF_ALL, OF_PIECES, OF_SCATTER, DOORS } door;
 };
 
+/* Whether the ranks can compare the results of an operation. */
+static int has_result(const struct operation *operation)
+{
+    return operation->shape != NONE;
+}
+
 /* An entry of a Door's table of plans. C finds the plan of a call by its arguments, dtype and
    shape. To make a Request with its digest in Python takes many times as long as a small call, so C
    calls plan_for_c only for calls that are not in the table. An entry keeps no array.
@@ -456,6 +462,8 @@ static PyObject *make(Door *door, struct call *call)
         state = run_in_python(door, call, &found, limit);
     if (state == 0) {
         record_end(door->ring);
+        if (has_result(call->operation))
+            count_call(door->ring);
         done = Py_NewRef(call->result);
     } else {
         done = state < 0 ? recover(call) : Py_NewRef(Py_NotImplemented);
@@ -560,7 +568,8 @@ static PyObject *call_door(const Method *method, Gate *path, PyObject *const *ar
         .core = core, .operation = operation, .path = path, .kind = method->kind};
     PyObject *thaw = NULL;
     int plain = 0;
-    if (sorted && door != NULL && Py_TYPE(door) == core->door_type) {
+    if (sorted && door != NULL && Py_TYPE(door) == core->door_type
+        && !(has_result(operation) && is_due(((Door *)door)->ring))) {
         /* An array that never changes is no output, and is itself the root's result. */
         if (operation->who != FROM_ROOT && given[OUT] == Py_None
             && (thaw = thawed(core, given[X])) != NULL)

@@ -631,7 +631,8 @@ int run_unlocked(const struct unlocked *call, const void *in, void *out, PyObjec
     p->item = src != NULL || dst != NULL ? item_bytes[call->dtype] : 1;
     if (p->starts == NULL)
         p->count = src != NULL ? src->nbytes / p->item : dst != NULL ? dst->nbytes / p->item : 0;
-    if (__atomic_load_n(&call->removed, __ATOMIC_ACQUIRE) || !is_aligned(src, p->item)
+    if (__atomic_load_n(&call->removed, __ATOMIC_ACQUIRE)
+        || (p->operation != BARRIER && is_due(call->ring)) || !is_aligned(src, p->item)
         || !is_aligned(dst, p->item)
         || fits(s, p, sends(s, p) ? src : NULL, takes(s, p) ? dst : NULL) != 1) {
         end(over);
@@ -653,6 +654,8 @@ int run_unlocked(const struct unlocked *call, const void *in, void *out, PyObjec
     over->call = NULL;
     if (!failed)
         record_unlocked_end(call->ring);
+    if (!failed && p->operation != BARRIER)
+        count_call(call->ring);
     end(over);
     if (failed && *error == NULL) {
         PyGILState_STATE state = PyGILState_Ensure();

@@ -188,6 +188,11 @@ int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type);
 void record_begin(PyObject *ring, PyObject *request, int compares);
 void record_end(PyObject *ring);
 
+/* Whether the ranks compare the results of the next call, so that Python must make it. Every call that
+   C makes, and whose results the ranks could compare, is counted when it has succeeded. */
+int is_due(PyObject *ring);
+void count_call(PyObject *ring);
+
 /* Add the types and functions of a file to the module, and set its part of the state; return 0, or
    -1 with an exception. */
 int add_unlocked(PyObject *module, struct core *core);

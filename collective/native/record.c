@@ -4,6 +4,7 @@
 #include "python.h"
 
 #include <limits.h>
+#include <structmember.h>
 
 #define RECORDS 512 /* a power of two */
 
@@ -24,6 +25,9 @@ typedef struct {
     PyObject *numbers; /* dict from these tuples to indices */
     int source[RECORDS];
     Py_ssize_t writing; /* number of the last call that such a thread has begun to record */
+    /* Number of calls until one whose results the ranks compare, which Python makes; see
+       communicator/results.py. */
+    Py_ssize_t left;
     double began[RECORDS], ended[RECORDS];
     int instruction[RECORDS];
     char compares[RECORDS];
@@ -125,6 +129,17 @@ void record_end(PyObject *object)
     ring->ended[ring->started % RECORDS] = 1e-9 * (double)now_ns();
     __atomic_store_n(&ring->finished, ring->started, __ATOMIC_RELAXED);
     Py_END_CRITICAL_SECTION();
+}
+
+int is_due(PyObject *object)
+{
+    return __atomic_load_n(&((Ring *)object)->left, __ATOMIC_RELAXED) <= 0;
+}
+
+void count_call(PyObject *object)
+{
+    Ring *ring = (Ring *)object;
+    __atomic_store_n(&ring->left, ring->left - 1, __ATOMIC_RELAXED);
 }
 
 Py_ssize_t source_in(PyObject *object, PyObject *request, PyObject *site)
@@ -240,6 +255,7 @@ static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     if (ring == NULL)
         return NULL;
     ring->libraries = Py_NewRef(libraries);
+    ring->left = PY_SSIZE_T_MAX;
     PyObject *none = Py_BuildValue("[O]", Py_None);
     ring->list = none ? PySequence_Repeat(none, RECORDS * OBJECTS) : NULL;
     Py_XDECREF(none);
@@ -271,6 +287,9 @@ static void ring_dealloc(PyObject *object)
     free_object(object);
 }
 
+static PyMemberDef ring_members[] = {
+    {"left", T_PYSSIZET, offsetof(Ring, left), 0, NULL}, {NULL, 0, 0, 0, NULL}};
+
 static PyGetSetDef ring_attributes[] = {
     {"started", ring_started, NULL, NULL, NULL},
     {"finished", ring_finished, NULL, NULL, NULL},
@@ -287,7 +306,8 @@ static PyMethodDef ring_methods[] = {
 static PyType_Slot ring_slots[] = {
     {Py_tp_new, ring_new},           {Py_tp_dealloc, ring_dealloc},
     {Py_tp_methods, ring_methods},   {Py_tp_traverse, ring_traverse},
-    {Py_tp_getset, ring_attributes}, {0, NULL}};
+    {Py_tp_getset, ring_attributes}, {Py_tp_members, ring_members},
+    {0, NULL}};
 
 static PyType_Spec ring_spec = {"collective.native._core.Ring", sizeof(Ring), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, ring_slots};

@@ -3,8 +3,8 @@
 
    The first call of a number goes through Python, which then "unlocks" it, by Door.unlock(). From
    then on run() makes the call. It takes the lock only if a wait gets long or the call fails. It
-   leaves a call to Python if there is no entry, if an asynchronous call is in flight, or if another
-   thread is in a call of the same communicator.
+   leaves a call to Python if there is no entry, if an asynchronous call is in flight, if another
+   thread is in a call of the same communicator, or if the ranks compare the results of the call.
 
    An entry belongs to a door. It is removed when the path shuts the door, so an entry exists only as
    long as C may make plain calls: see Path.open_doors.

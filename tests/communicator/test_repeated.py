@@ -132,6 +132,16 @@ def test_repeated_calls_are_right_and_python_makes_only_the_first(
     assert wrong == []
 
 
+@on_ranks("pool", check="results:3")
+def test_repeated_call_whose_result_is_compared_is_made_by_python(comm: Communicator) -> None:
+    library, x, out = total(comm)
+    in_python = []
+    for _ in range(6):
+        library(x, out)
+        in_python.append(library.in_python)
+    assert in_python == [1, 2, 2, 2, 3, 3]
+
+
 @on_ranks("of_python")
 def test_repeated_calls_of_other_transports_are_made_by_python(comm: Communicator) -> None:
     library, x, out = total(comm)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -198,6 +200,66 @@ def every_second_call(comm: Communicator) -> list[bool]:
 
 def test_interval_of_two_compares_every_second_call() -> None:
     assert run_ranks(2, every_second_call, check="results:2") == [[False, True] * 2] * 2
+
+
+def calls_left(comm: Communicator) -> list[tuple[str, int]]:
+    """Make each call, in turns in C, in Python and in the background; return the calls left."""
+    size, rank = comm.size, comm.rank
+    left = []
+    for count in (6, 30_000):
+        x, y, piece = (np.ones(n, np.float32) for n in (count * size, count * size, count))
+        calls: dict[str, Callable[..., Any]] = {
+            "all_reduce": partial(comm.all_reduce, x, out=y),
+            "reduce": partial(comm.reduce, x, out=None if rank else y),
+            "scan": partial(comm.scan, x, out=y),
+            "reduce_scatter": partial(comm.reduce_scatter, x, out=piece),
+            "broadcast": partial(comm.broadcast, x, out=x),
+            "scatter": partial(comm.scatter, None if rank else x, out=piece),
+            "all_gather": partial(comm.all_gather, x),
+            "all_gather of uneven arrays": partial(comm.all_gather, x[rank:]),
+            "all_gather with counts": partial(comm.all_gather, x, counts=[x.size] * size),
+            "gather": partial(comm.gather, x),
+            "all_to_all": partial(comm.all_to_all, x),
+            "barrier": comm.barrier,
+        }
+        for name, call in calls.items():
+            for turn in range(2 * size):
+                if turn % size != rank:
+                    call()
+                elif turn == rank:
+                    call(timeout=30.0)
+                else:
+                    call(async_op=True).wait()
+                left.append((name, comm._path.recorder.ring.left))
+    return left
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("interval", [3, 4])
+def test_ranks_count_calls_alike_that_some_make_in_c(backend: str, interval: int) -> None:
+    first, *others = run_ranks(3, calls_left, backend=backend, check=f"results:{interval}")
+    assert others == [first] * 2
+    if backend == "gloo":
+        return  # the heads of arrays count as calls, too
+    for (_, before), (name, after) in pairwise(first):
+        expected = before - 1 if before else interval - 1
+        assert after == (before if name == "barrier" else expected)
+
+
+def refused_and_left(comm: Communicator) -> list[int]:
+    ring = comm._path.recorder.ring
+    left = []
+    for _ in range(2):
+        with pytest.raises(MismatchError):
+            comm.all_reduce(np.ones(3 + comm.rank))
+        left.append(ring.left)
+        comm.all_reduce(np.ones(3))
+        left.append(ring.left)
+    return left
+
+
+def test_call_that_fails_on_all_ranks_is_not_counted() -> None:
+    assert run_ranks(2, refused_and_left, backend="shm", check="results:5") == [[4, 3, 3, 2]] * 2
 
 
 def damaged_checksums(comm: Communicator) -> tuple[Any, str] | None:
