@@ -63,7 +63,7 @@ def explained(module: Any, channel: Channel, where: object, error: Any) -> Excep
         if not isinstance(explanation, BackendError):
             return explanation
     elif channel.closed:  # another thread has closed the communicator, and MPI has freed it
-        return Failure.closed(channel.rank).error(str(where), channel.rank)
+        return channel.closed_error(where)
     else:
         channel.abort(Failure("aborted", channel.rank, f"{where}: {description}"))
     return BackendError(f"{where}: {description}", "mpi", number)

@@ -214,7 +214,11 @@ class Channel:
     def refuse_closed(self, where: object) -> None:
         """Raise if another thread has closed the communicator since the call began."""
         if self._closed:
-            raise Failure.closed(self.rank).error(str(where), self.rank)
+            raise self.closed_error(where)
+
+    def closed_error(self, where: object) -> Exception:
+        """Return the error of a call that waited while another thread closed the communicator."""
+        return Failure.closed(self.rank).error(str(where), self.rank)
 
     def refuse_unfinished(self, where: object) -> None:
         """Raise if a rank broke the communicator before it had finished the running call."""
