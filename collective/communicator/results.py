@@ -16,10 +16,10 @@ import numpy as np
 
 from collective.algorithms.arithmetic import bfloat16_to_float32
 from collective.deadline import Deadline
-from collective.errors import CorruptionError
+from collective.errors import CollectiveError, CorruptionError
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
-from collective.request import Request, call_site, name_ranks
+from collective.request import Disagreement, Request, call_site, name_ranks
 
 from .checksums import checksum, joined, on_host
 from .planned import Planned
@@ -68,6 +68,8 @@ class _Path(Protocol):
     ) -> None: ...
 
     def transfer(self, method: Callable[..., Any], *args: Any) -> Any: ...
+
+    def fail_halfway(self, error: BaseException) -> None: ...
 
 
 def interval_of(check: str) -> int:
@@ -134,7 +136,14 @@ class Results:
             path.carry(planned, src, dst, deadline, True)
             ring.left -= 1
             return
-        words = run(path, planned, src, dst, deadline)
+        try:
+            words = run(path, planned, src, dst, deadline)
+        except (CollectiveError, Disagreement):
+            raise
+        except BaseException as error:
+            # The peers wait for this rank: in the call, or for its checksums.
+            path.fail_halfway(error)
+            raise
         ring.left = self.interval - 1
         _compare(path, planned, words, deadline)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -260,6 +262,40 @@ def refused_and_left(comm: Communicator) -> list[int]:
 
 def test_call_that_fails_on_all_ranks_is_not_counted() -> None:
     assert run_ranks(2, refused_and_left, backend="shm", check="results:5") == [[4, 3, 3, 2]] * 2
+
+
+def without_memory(comm: Communicator, call: str) -> tuple[str, str, float]:
+    """Return the error of a rank, and the seconds until then; rank 1 has no memory."""
+    if comm.rank == 1:
+        where = "checksum" if call == "all_reduce" else "Buffer.empty"
+        name = f"collective.communicator.results.{where}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(name, Mock(side_effect=MemoryError("no memory")))
+            return error_and_seconds(comm, call)
+    return error_and_seconds(comm, call)
+
+
+def error_and_seconds(comm: Communicator, call: str) -> tuple[str, str, float]:
+    began = time.monotonic()
+    try:
+        getattr(comm, call)(np.ones(30), out=np.ones(10 if call == "reduce_scatter" else 30))
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("call", ["reduce_scatter", "scan", "all_reduce"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_peers_of_rank_without_memory_for_comparison_fail_at_once(backend: str, call: str) -> None:
+    names, texts, seconds = zip(
+        *run_ranks(3, without_memory, call, backend=backend, call_timeout=40.0, check="results")
+    )
+    assert names == ("PeerFailedError", "MemoryError", "PeerFailedError")
+    for rank in (0, 2):
+        assert texts[rank].startswith(f"{call}")
+        assert f"rank 1 failed [rank {rank}]; its traceback:" in texts[rank]
+        assert texts[rank].endswith("MemoryError: no memory")
+        assert seconds[rank] < 20
 
 
 def damaged_checksums(comm: Communicator) -> tuple[Any, str] | None:
