@@ -155,14 +155,21 @@ def _finished(
     finish(dst.array, dst.array)
 
 
-def _apart(plan: Plan, src: Buffer | None, dst: Buffer | None, deadline: Deadline) -> None:
-    """Make a call on copies of arrays that C cannot take, such as arrays that overlap."""
+def _apart(
+    plan: Callable[..., Any], src: Buffer | None, dst: Buffer | None, deadline: Deadline
+) -> Any:
+    """Make a call on copies of arrays that C cannot take, such as arrays that overlap.
+
+    Args:
+        plan: the plan, or its method ``summed``.
+    """
     source = None if src is None else Buffer(np.array(src.array, order="C"), src.dtype)
     result = None if dst is None else Buffer(np.empty(dst.array.size, dst.array.dtype), dst.dtype)
-    plan(source, result, deadline)
+    value = plan(source, result, deadline)
     # The root of a broadcast passes its input as its output, and that array may be read-only.
     if dst is not None and result is not None and dst.array.flags.writeable:
         dst.array[...] = result.array
+    return value
 
 
 class _ControlCallbacks:

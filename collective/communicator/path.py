@@ -181,16 +181,15 @@ class Path(_Gate):
 
         C records a call, runs its plan, and leaves everything else to the methods in Python; see
         :func:`collective.native.method`. C makes calls that move pieces only if the transport
-        compares calls by itself. If the ranks compare the results of some calls, C makes the calls
-        between these.
+        compares calls by itself. If the ranks compare the results of a call, C makes only an
+        ``all_reduce``.
         """
         if self.door is not None:
             self.door.lock()
         self.opened += 1
         self.watched = self._is_watched()
         observed = bool(self.closed or self.listeners.all or self._capture)
-        each = self.results is not None and self.results.interval == 1
-        shut = self.agree_first or observed or each or self.broken is not None
+        shut = self.agree_first or observed or self.broken is not None
         self.door = None
         if not shut and self.on_host:
             self.door = native.door(self.recorder.ring, self.lane.queue, self.rank, self.size)
@@ -277,6 +276,22 @@ class Path(_Gate):
         call = kind.of_plain(self, x, out, op=op, order=order, root=root, counts=counts).prepared()
         began = self.recorder.entries(1)[0].began
         return call.go_on(error.headers, Deadline.since(began, self.timeout))
+
+    def compare_for_c(self, out: Any, call: tuple[Request, Any]) -> None:
+        """Compare the results of an ``all_reduce`` that C has made; C calls this method.
+
+        Args:
+            out: this rank's result.
+            call: request of the call, and the report of its plan.
+
+        Raises:
+            CorruptionError: the ranks have different results; on all ranks.
+        """
+        assert self.results is not None
+        request, report = call
+        began = self.recorder.entries(1)[0].began
+        deadline = Deadline.since(began, self.timeout)
+        self.results.compare(self, request, report, _plain_buffer(out), deadline)
 
     def receive_rest(
         self, kind: Any, x: Any, out: Any, src: int, tag: int, deadline: Deadline

@@ -8,7 +8,9 @@ results.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +41,8 @@ __all__ = [
 ]
 
 _UINT8 = BY_NAME["uint8"]
+# Bytes that a rank announces of its result; see collective/native/shared.h.
+_ANNOUNCED_BYTES = 24
 # Operations that only move data: the rank that sends a piece knows it.
 _MOVES = ("all_gather", "all_to_all", "broadcast", "gather", "scatter")
 # Reductions of which each rank has another result, or only one rank has any.
@@ -49,6 +53,8 @@ _CAUSE = (
 )
 
 Array = np.ndarray[Any, Any]
+#: Result of a plan's method ``summed``; see ``collective/native/_core.pyi``.
+_Report = tuple[int, int, int, "bytes | None"]
 
 
 class _Path(Protocol):
@@ -83,25 +89,6 @@ def interval_of(check: str) -> int:
     return int(interval or 1) if word == "results" else 0
 
 
-def _summed(path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline) -> int | None:
-    """Run a call whose plan may compute the checksum of the result on the way; return that.
-
-    Returns:
-        None if the plan has not computed it, or only that of a part of the result.
-    """
-    in_c = getattr(planned.plan, "summed", None)
-    if in_c is None or dst is None:
-        path.carry(planned, src, dst, deadline, True)
-        return None
-    parts: list[tuple[int, int, int]] = []
-
-    def run(src: Any, dst: Any, deadline: Deadline) -> None:
-        parts.append(in_c(src, dst, deadline))
-
-    path.carry(Planned(planned.request, run, fixed=planned.fixed), src, dst, deadline, True)
-    return joined(parts) if parts[0][2] == dst.nbytes else None
-
-
 class Results:
     """Comparison of the results of one communicator's calls.
 
@@ -111,8 +98,9 @@ class Results:
     """
 
     def __init__(self, interval: int, recorder: Recorder) -> None:
-        self.interval = interval
-        recorder.ring.left = interval - 1
+        self._ring = recorder.ring
+        self._ring.interval = interval
+        self._ring.left = interval - 1
 
     def around(self, path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline) -> None:
         """Run a call, and compare its results on all ranks.
@@ -131,33 +119,108 @@ class Results:
         # A call that fails has failed on all ranks, or breaks the communicator. So the ranks count
         # only the calls that have succeeded. All ranks then have the same number of calls left,
         # whether C or Python has made a call.
-        ring = path.recorder.ring
+        ring = self._ring
         if ring.left > 0:
             path.carry(planned, src, dst, deadline, True)
             ring.left -= 1
             return
-        try:
-            words = run(path, planned, src, dst, deadline)
-        except (CollectiveError, Disagreement):
-            raise
-        except BaseException as error:
-            # The peers wait for this rank: in the call, or for its checksums.
-            path.fail_halfway(error)
-            raise
-        ring.left = self.interval - 1
-        _compare(path, planned, words, deadline)
+        with _telling_peers(path):
+            checksums = run(path, planned, src, dst, deadline)
+        ring.left = ring.interval - 1
+        _compare(path, planned.request, checksums, deadline)
+
+    def compare(
+        self, path: _Path, request: Request, report: _Report, dst: Buffer, deadline: Deadline
+    ) -> None:
+        """Compare the results of an ``all_reduce`` that C has made.
+
+        Args:
+            path: path of the communicator.
+            request, report, dst: request of the call, its report, and its result.
+
+        Raises:
+            CorruptionError: as :meth:`around`.
+        """
+        with _telling_peers(path):
+            checksums = _of_report(report, dst)
+        _compare(path, request, checksums, deadline)
+
+
+@contextmanager
+def _telling_peers(path: _Path) -> Iterator[None]:
+    """Break the communicator if the body fails on this rank only.
+
+    The peers would wait for this rank: in the call, or for its checksums.
+    """
+    try:
+        yield
+    except (CollectiveError, Disagreement):
+        raise
+    except BaseException as error:
+        path.fail_halfway(error)
+        raise
 
 
 # -- one call, and this rank's checksums -----------------------------------------------------------
 
 
-def _run_equal(path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline) -> Array:
-    """Run a call whose result is the same on all ranks; return the checksum of the result."""
-    words = np.zeros(1, np.uint64)
-    on_the_way = _summed(path, planned, src, dst, deadline)
-    if dst is not None:
-        words[0] = checksum(dst.array) if on_the_way is None else on_the_way
-    return words
+class _Announced:
+    """Checksums of all ranks' results, which the ranks have announced within the call.
+
+    Args:
+        words: for each rank three words of 64 bits: two that make up the checksum, and the
+            complement of their exclusive or.
+    """
+
+    __slots__ = ("_words",)
+
+    def __init__(self, words: bytes) -> None:
+        self._words = words
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks have announced the same as the first one, undamaged."""
+        first = self._words[:_ANNOUNCED_BYTES]
+        total, placed, shows = struct.unpack("=3Q", first)
+        copies = len(self._words) // _ANNOUNCED_BYTES
+        return shows == ~(total ^ placed) % 2**64 and self._words == first * copies
+
+    def read(self) -> tuple[Array, list[int]]:
+        """Return the checksums, one row for each rank, and the ranks whose row was damaged."""
+        rows = np.frombuffer(self._words, np.uint64).reshape(-1, _ANNOUNCED_BYTES // 8)
+        damaged = np.flatnonzero(rows[:, 2] != ~(rows[:, 0] ^ rows[:, 1]))
+        return rows[:, :2], damaged.tolist()
+
+
+def _run_equal(
+    path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline
+) -> Array | _Announced:
+    """Run a call whose result is the same on all ranks; return the checksum of the result.
+
+    A plan in C may compute the checksum on the way, and announce it to the other ranks.
+    """
+    summed = getattr(planned.plan, "summed", None)
+    if summed is None:
+        path.carry(planned, src, dst, deadline, True)
+        return np.array([checksum(dst.array)], np.uint64)
+    reports: list[_Report] = []
+
+    def run(src: Any, dst: Any, deadline: Deadline) -> None:
+        reports.append(summed(src, dst, deadline))
+
+    path.carry(Planned(planned.request, run, fixed=planned.fixed), src, dst, deadline, True)
+    return _of_report(reports[0], dst)
+
+
+def _of_report(report: _Report, dst: Buffer) -> Array | _Announced:
+    """Return the checksums that a plan has announced; or else the one of this rank's result."""
+    total, placed, nbytes, announced = report
+    if announced is not None:
+        return _Announced(announced)
+    summed = nbytes == dst.nbytes
+    return np.array(
+        [joined([(total, placed, nbytes)]) if summed else checksum(dst.array)], np.uint64
+    )
 
 
 def _run_moves(path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline) -> Array:
@@ -187,7 +250,7 @@ def _run_twice(path: _Path, planned: Planned, src: Any, dst: Any, deadline: Dead
     return words
 
 
-_RUNS: dict[str, Callable[[_Path, Planned, Any, Any, Deadline], Array]] = {
+_RUNS: dict[str, Callable[[_Path, Planned, Any, Any, Deadline], Array | _Announced]] = {
     "all_reduce": _run_equal,
     **dict.fromkeys(_MOVES, _run_moves),
     **dict.fromkeys(_TWICE, _run_twice),
@@ -263,14 +326,17 @@ class _Exchange(Planned):
         return rows, damaged.tolist()
 
 
-def _compare(path: _Path, planned: Planned, words: Array, deadline: Deadline) -> None:
-    """Exchange the checksums of a call between all ranks, and check them.
+def _compare(path: _Path, call: Request, checksums: Array | _Announced, deadline: Deadline) -> None:
+    """Compare the checksums of the call that was made last, after an exchange if necessary."""
+    number = path.recorder.started
+    if isinstance(checksums, _Announced):
+        _check(path, call, number, checksums)
+    else:
+        _check(path, call, number, _exchange(path, call, checksums, deadline))
 
-    Raises:
-        CorruptionError: they do not fit together; or, on this rank only, some were damaged on their
-            way.
-    """
-    call, number = planned.request, path.recorder.started
+
+def _exchange(path: _Path, call: Request, words: Array, deadline: Deadline) -> _Exchange:
+    """Exchange the checksums of a call between all ranks."""
     key = "results", call
     exchange = path.plans.get(key)
     if exchange is None:
@@ -278,9 +344,22 @@ def _compare(path: _Path, planned: Planned, words: Array, deadline: Deadline) ->
     assert isinstance(exchange, _Exchange)
     exchange.write(words)
     path.carry(exchange, exchange.sent, exchange.received, deadline, True)
-    if call.operation == "all_reduce" and exchange.alike:
+    return exchange
+
+
+def _check(path: _Path, call: Request, number: int, checksums: _Exchange | _Announced) -> None:
+    """Check the checksums of all ranks.
+
+    Args:
+        number: number of the call.
+
+    Raises:
+        CorruptionError: they do not fit together; or, on this rank only, some were damaged on their
+            way.
+    """
+    if call.operation == "all_reduce" and checksums.alike:
         return
-    table, damaged = exchange.read()
+    table, damaged = checksums.read()
     if damaged:
         raise CorruptionError(
             f"{call.operation}: the checksums of {name_ranks(damaged)} for call {number} arrived "
@@ -298,7 +377,7 @@ def _judge(path: _Path, request: Request, number: int, table: Array) -> None:
     """
     size, operation = path.size, request.operation
     if operation == "all_reduce":
-        ranks, fault = _compare_equal([int(row[0]) for row in table])
+        ranks, fault = _compare_equal([row.tobytes() for row in table])
     elif operation in _TWICE:
         ranks, fault = _compare_repeated(table)
     else:
@@ -400,12 +479,12 @@ def _received(request: Request, rank: int, dst: Any) -> Iterator[tuple[int, Any]
         yield from enumerate(_pieces(dst, lengths))
 
 
-def _compare_equal(sums: Sequence[int]) -> tuple[list[int], str]:
+def _compare_equal(sums: Sequence[bytes]) -> tuple[list[int], str]:
     """Return the ranks whose checksum differs, and a text; no ranks if all are equal.
 
     If no checksum has a majority, all ranks are returned.
     """
-    groups: dict[int, list[int]] = {}
+    groups: dict[bytes, list[int]] = {}
     for rank, value in enumerate(sums):
         groups.setdefault(value, []).append(rank)
     if len(groups) == 1:

@@ -64,17 +64,17 @@ class _Ring:
     Attributes:
         started: the number of calls that have begun.
         finished: the number of the last call that is over.
-        left: the number of calls until one whose results the ranks compare. The native core makes
-            no call when that number is 0. It counts down the calls that it makes; the communicator
-            counts the other calls.
+        left, interval: the number of calls until one whose results the ranks compare, and of calls
+            from one such call to the next one. The native core counts down the calls that it makes;
+            the communicator counts the other calls.
     """
 
-    __slots__ = ("_calls", "_ended", "finished", "left", "started")
+    __slots__ = ("_calls", "_ended", "finished", "interval", "left", "started")
 
     def __init__(self) -> None:
         self.started = 0
         self.finished = 0
-        self.left = sys.maxsize
+        self.left = self.interval = sys.maxsize
         self._calls: list[Any] = [None] * _CAPACITY
         self._ended = [0.0] * _CAPACITY
 

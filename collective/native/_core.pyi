@@ -56,6 +56,7 @@ class Ring:
     started: int
     finished: int
     left: int
+    interval: int
 
     def __init__(self, package: str, /) -> None: ...
     def begin(self, request: Any, compares: bool = ..., /) -> None: ...
@@ -140,7 +141,7 @@ class Shared:
         dtype: int,
         mean: bool,
         request: Any,
-        otherwise: Callable[[Plan, Any, Any, Deadline], None],
+        otherwise: Callable[[Callable[..., Any], Any, Any, Deadline], Any],
         /,
     ) -> Plan: ...
 
@@ -152,7 +153,16 @@ class Plan:
     """
 
     def __call__(self, src: Any, dst: Any, deadline: Deadline, /) -> None: ...
-    def summed(self, src: Any, dst: Any, deadline: Deadline, /) -> tuple[int, int, int]: ...
+    def summed(
+        self, src: Any, dst: Any, deadline: Deadline, /
+    ) -> tuple[int, int, int, bytes | None]:
+        """Make the call, and compute the sums of what it copies to the result.
+
+        Returns:
+            The two sums; the number of bytes that they are of; and for each rank three words of 64
+            bits: the sums that it has announced at the end of this call, and the complement of
+            their exclusive or. None in place of these if not all ranks have announced their sums.
+        """
 
 class Messages:
     """Messages of one rank: ``self`` of the function that :func:`make_messages` returns."""

@@ -39,6 +39,14 @@ static int has_result(const struct operation *operation)
     return operation->shape != NONE;
 }
 
+/* Whether C can make the next call of an operation; sets whether its results are compared. C compares
+   only those of an all_reduce, which all ranks have alike. */
+static int can_make(const struct operation *operation, PyObject *ring, int *due)
+{
+    *due = has_result(operation) && is_due(ring);
+    return !*due || strcmp(operation->name, "all_reduce") == 0;
+}
+
 /* An entry of a Door's table of plans. C finds the plan of a call by its arguments, dtype and
    shape. To make a Request with its digest in Python takes many times as long as a small call, so C
    calls plan_for_c only for calls that are not in the table. An entry keeps no array.
@@ -113,6 +121,7 @@ struct call {
     struct view *src, *dst; /* pointers into views, or NULL */
     int ordered, root;
     int is_thawed; /* whether x is thawed(), so that the result must be aligned for a framework */
+    int is_due;    /* whether the ranks compare the results of this call */
 };
 
 static int is_apart_or(const struct view *a, const struct view *b, const char *same)
@@ -447,15 +456,32 @@ static int run_in_python(Door *door, const struct call *call, const struct found
     return state;
 }
 
+/* Returns the result of a call that has succeeded. If the ranks still have to compare their results,
+   Python does that, with the arguments in compare. */
+static PyObject *result_of(const struct call *call, PyObject *compare)
+{
+    if (compare != NULL) {
+        PyObject *done = PyObject_CallMethod((PyObject *)call->path, "compare_for_c", "OO",
+                                             call->result, compare);
+        Py_XDECREF(done);
+        if (done == NULL)
+            return NULL;
+    }
+    return Py_NewRef(call->result);
+}
+
 static PyObject *make(Door *door, struct call *call)
 {
     struct found found = prepare(door, call);
     if (found.plan == NULL)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
     PyObject *limit = read_field((PyObject *)call->path, &call->path->timeout), *done = NULL;
+    PyObject *compare = NULL;
     int state;
-    if (limit == NULL) /* Python raises the error */
-        state = 1;
+    if (limit == NULL || (call->is_due && found.request != NULL))
+        state = 1; /* Python raises the error, or compares the results of a plan in Python */
+    else if (call->is_due)
+        state = run_compared(found.plan, call->src, call->dst, limit, door->ring, &compare);
     else if (found.request == NULL)
         state = run_plan(found.plan, call->src, call->dst, limit, door->ring);
     else
@@ -464,10 +490,11 @@ static PyObject *make(Door *door, struct call *call)
         record_end(door->ring);
         if (has_result(call->operation))
             count_call(door->ring);
-        done = Py_NewRef(call->result);
+        done = result_of(call, compare);
     } else {
         done = state < 0 ? recover(call) : Py_NewRef(Py_NotImplemented);
     }
+    Py_XDECREF(compare);
     Py_XDECREF(limit);
     Py_DECREF(found.plan);
     Py_XDECREF(found.request);
@@ -569,7 +596,7 @@ static PyObject *call_door(const Method *method, Gate *path, PyObject *const *ar
     PyObject *thaw = NULL;
     int plain = 0;
     if (sorted && door != NULL && Py_TYPE(door) == core->door_type
-        && !(has_result(operation) && is_due(((Door *)door)->ring))) {
+        && can_make(operation, ((Door *)door)->ring, &call.is_due)) {
         /* An array that never changes is no output, and is itself the root's result. */
         if (operation->who != FROM_ROOT && given[OUT] == Py_None
             && (thaw = thawed(core, given[X])) != NULL)

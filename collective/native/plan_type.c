@@ -217,7 +217,8 @@ static int read_shared(Shared *self, PyObject *args)
     s->stages = calloc((size_t)size, sizeof *s->stages);
     s->sources = calloc((size_t)size, sizeof *s->sources);
     s->results = calloc((size_t)size, sizeof *s->results);
-    if (s->stages == NULL || s->sources == NULL || s->results == NULL) {
+    s->announced = calloc((size_t)size, ANNOUNCED * sizeof *s->announced);
+    if (s->stages == NULL || s->sources == NULL || s->results == NULL || s->announced == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -258,6 +259,7 @@ static void shared_dealloc(PyObject *object)
     free(self->shared.stages);
     free(self->shared.sources);
     free(self->shared.results);
+    free(self->shared.announced);
     free_object(object);
 }
 
@@ -472,10 +474,31 @@ static int note(Plan *self)
     return number == NULL ? -1 : 0;
 }
 
-/* Does the work of run_plan; adds to the sums what it copies to the result. */
-static int run_summed(PyObject *object, const struct view *src, const struct view *dst,
-                      PyObject *limit, PyObject *ring, struct sums *sums)
+/* Whether all ranks have announced the same sums in this call, undamaged. */
+static int are_alike(const struct shared *s)
 {
+    const uint64_t *first = s->announced;
+    int alike = s->all_announced && first[2] == ~(first[0] ^ first[1]);
+    for (int rank = 1; rank < s->size && alike; rank++)
+        alike = memcmp(first, first + ANNOUNCED * rank, ANNOUNCED * sizeof *first) == 0;
+    return alike;
+}
+
+/* Returns what a plan's method summed() returns, or NULL with an exception. */
+static PyObject *report_sums(const struct shared *s, const struct sums *sums)
+{
+    Py_ssize_t nbytes = s->size * ANNOUNCED * (Py_ssize_t)sizeof *s->announced;
+    return Py_BuildValue("KKny#", (unsigned long long)sums->total,
+                         (unsigned long long)sums->placed, (Py_ssize_t)sums->nbytes,
+                         s->all_announced ? (const char *)s->announced : NULL, nbytes);
+}
+
+/* Does the work of run_plan. If summed is not NULL, sets *summed to the report of the sums of what the
+   call copies to the result; or to NULL, if unlike is true and all ranks have announced the same. */
+static int run_summed(PyObject *object, const struct view *src, const struct view *dst,
+                      PyObject *limit, PyObject *ring, PyObject **summed, int unlike)
+{
+    struct sums sums = {0, 0, 0};
     Plan *self = (Plan *)object;
     Shared *over = self->over;
     struct shared *s = &over->shared;
@@ -523,7 +546,8 @@ static int run_summed(PyObject *object, const struct view *src, const struct vie
     over->request = self->request;
     over->limit = limit;
     over->ring = ring;
-    s->sums = sums;
+    s->sums = summed != NULL ? &sums : NULL;
+    s->all_announced = 0;
     const void *from = src != NULL ? src->address : NULL, *to = dst != NULL ? dst->address : NULL;
     Py_BEGIN_CRITICAL_SECTION(over);
     shared_locate(s, p, from, to);
@@ -541,14 +565,30 @@ static int run_summed(PyObject *object, const struct view *src, const struct vie
     over->unlocked = NULL;
     s->sums = NULL;
     record(over); /* a call that has failed before it arrived is not recorded yet */
+    int reports = !failed && summed != NULL && !(unlike && are_alike(s));
+    if (reports)
+        *summed = report_sums(s, &sums);
     let_go(over);
-    return failed ? give_up(self, failed, limit) : 0;
+    if (failed)
+        return give_up(self, failed, limit);
+    return reports && *summed == NULL ? -1 : 0;
 }
 
 int run_plan(PyObject *object, const struct view *src, const struct view *dst, PyObject *limit,
              PyObject *ring)
 {
-    return run_summed(object, src, dst, limit, ring, NULL);
+    return run_summed(object, src, dst, limit, ring, NULL, 0);
+}
+
+int run_compared(PyObject *object, const struct view *src, const struct view *dst, PyObject *limit,
+                 PyObject *ring, PyObject **compare)
+{
+    PyObject *report = NULL;
+    int state = run_summed(object, src, dst, limit, ring, &report, 1);
+    if (report != NULL && (*compare = PyTuple_Pack(2, ((Plan *)object)->request, report)) == NULL)
+        state = -1;
+    Py_XDECREF(report);
+    return state;
 }
 
 /* -- calls without the interpreter lock ------------------------------------------------------- */
@@ -687,50 +727,51 @@ static int view_buffer(const struct core *core, PyObject *buffer, PyObject **arr
     return *array == NULL ? -1 : view_array(core, *array, *view);
 }
 
-/* Makes a call on Buffers; returns 0, or -1 with an exception. */
-static int call_plan(PyObject *self, PyObject *args, struct sums *sums)
+/* Makes a call on Buffers; returns None or the sums, or NULL with an exception. */
+static PyObject *call_plan(PyObject *self, PyObject *args, int is_summed)
 {
-    PyObject *buffers[2], *arrays[2] = {NULL, NULL}, *deadline;
+    PyObject *buffers[2], *arrays[2] = {NULL, NULL}, *deadline, *sums = NULL;
     struct view views[2], *src = views, *dst = views + 1;
     const struct core *core = ((Plan *)self)->core;
     if (!PyArg_ParseTuple(args, "OOO:plan", buffers, buffers + 1, &deadline))
-        return -1;
+        return NULL;
     int plain = view_buffer(core, buffers[0], &arrays[0], &src);
     if (plain > 0)
         plain = view_buffer(core, buffers[1], &arrays[1], &dst);
-    int state = plain > 0 ? run_summed(self, src, dst, deadline, NULL, sums) : plain < 0 ? -1 : 1;
+    int state = plain < 0 ? -1 : 1;
+    if (plain > 0)
+        state = run_summed(self, src, dst, deadline, NULL, is_summed ? &sums : NULL, 0);
     Py_XDECREF(arrays[0]);
     Py_XDECREF(arrays[1]);
-    if (state != 1)
-        return state;
-    PyObject *done = PyObject_CallFunctionObjArgs(((Plan *)self)->otherwise, self, buffers[0],
-                                                  buffers[1], deadline, NULL);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    if (state == 0)
+        return is_summed ? sums : Py_NewRef(Py_None);
+    if (state < 0)
+        return NULL;
+    PyObject *plan = is_summed ? PyObject_GetAttrString(self, "summed") : Py_NewRef(self);
+    PyObject *done = plan == NULL ? NULL
+                     : PyObject_CallFunctionObjArgs(((Plan *)self)->otherwise, plan, buffers[0],
+                                                    buffers[1], deadline, NULL);
+    Py_XDECREF(plan);
+    return done;
 }
 
 /* plan(src, dst, deadline) */
 static PyObject *plan_call(PyObject *self, PyObject *args, PyObject *keywords)
 {
-    if (refuse_keywords("plan", keywords) < 0 || call_plan(self, args, NULL) < 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return refuse_keywords("plan", keywords) < 0 ? NULL : call_plan(self, args, 0);
 }
 
 /* summed(src, dst, deadline) */
 static PyObject *plan_summed(PyObject *self, PyObject *args)
 {
-    struct sums sums = {0, 0, 0};
-    if (call_plan(self, args, &sums) < 0)
-        return NULL;
-    return Py_BuildValue("KKn", (unsigned long long)sums.total, (unsigned long long)sums.placed,
-                         (Py_ssize_t)sums.nbytes);
+    return call_plan(self, args, 1);
 }
 
 static PyMethodDef plan_methods[] = {
     {"summed", plan_summed, METH_VARARGS,
      "summed(src, dst, deadline, /)\n--\n\n"
-     "Make the call; return the sums of the result, and the number of bytes that they are of."},
+     "Make the call; return the sums of the result, the number of bytes that they are of, and the\n"
+     "sums that all ranks have announced, or None."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot plan_slots[] = {

@@ -188,8 +188,8 @@ int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type);
 void record_begin(PyObject *ring, PyObject *request, int compares);
 void record_end(PyObject *ring);
 
-/* Whether the ranks compare the results of the next call, so that Python must make it. Every call that
-   C makes, and whose results the ranks could compare, is counted when it has succeeded. */
+/* Whether the ranks compare the results of the next call. Every call that C makes, and whose results the
+   ranks could compare, is counted when it has succeeded. */
 int is_due(PyObject *ring);
 void count_call(PyObject *ring);
 
@@ -218,6 +218,11 @@ void free_ring(struct core *core);
    make the call: the arrays overlap, dst is read-only, or another thread has changed an array. */
 int run_plan(PyObject *plan, const struct view *src, const struct view *dst, PyObject *limit,
              PyObject *ring);
+
+/* Does the same for a call whose results the ranks compare. If they are not alike, or have not been
+   compared yet, sets *compare to a new tuple: the request, and what the plan's summed() returns. */
+int run_compared(PyObject *plan, const struct view *src, const struct view *dst, PyObject *limit,
+                 PyObject *ring, PyObject **compare);
 
 /* -- calls that threads make without the interpreter lock; see unlocked.c ----------------------- */
 

@@ -25,9 +25,9 @@ typedef struct {
     PyObject *numbers; /* dict from these tuples to indices */
     int source[RECORDS];
     Py_ssize_t writing; /* number of the last call that such a thread has begun to record */
-    /* Number of calls until one whose results the ranks compare, which Python makes; see
-       communicator/results.py. */
-    Py_ssize_t left;
+    /* Number of calls until one whose results the ranks compare, and of calls from one such call to
+       the next one; see communicator/results.py. */
+    Py_ssize_t left, interval;
     double began[RECORDS], ended[RECORDS];
     int instruction[RECORDS];
     char compares[RECORDS];
@@ -139,7 +139,8 @@ int is_due(PyObject *object)
 void count_call(PyObject *object)
 {
     Ring *ring = (Ring *)object;
-    __atomic_store_n(&ring->left, ring->left - 1, __ATOMIC_RELAXED);
+    Py_ssize_t left = ring->left > 0 ? ring->left : ring->interval;
+    __atomic_store_n(&ring->left, left - 1, __ATOMIC_RELAXED);
 }
 
 Py_ssize_t source_in(PyObject *object, PyObject *request, PyObject *site)
@@ -255,7 +256,7 @@ static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     if (ring == NULL)
         return NULL;
     ring->libraries = Py_NewRef(libraries);
-    ring->left = PY_SSIZE_T_MAX;
+    ring->left = ring->interval = PY_SSIZE_T_MAX;
     PyObject *none = Py_BuildValue("[O]", Py_None);
     ring->list = none ? PySequence_Repeat(none, RECORDS * OBJECTS) : NULL;
     Py_XDECREF(none);
@@ -288,7 +289,9 @@ static void ring_dealloc(PyObject *object)
 }
 
 static PyMemberDef ring_members[] = {
-    {"left", T_PYSSIZET, offsetof(Ring, left), 0, NULL}, {NULL, 0, 0, 0, NULL}};
+    {"left", T_PYSSIZET, offsetof(Ring, left), 0, NULL},
+    {"interval", T_PYSSIZET, offsetof(Ring, interval), 0, NULL},
+    {NULL, 0, 0, 0, NULL}};
 
 static PyGetSetDef ring_attributes[] = {
     {"started", ring_started, NULL, NULL, NULL},

@@ -21,6 +21,7 @@ enum word {
     INLINE = 4,           /* + 2 * parity: an input of at most INLINE_BYTES */
     LOCATION = 8,         /* + 8 * parity: segment and offset of the input, then of the output */
     NOTED = 34, NOTES = 39, POSTED = 40, FOLDED = 48, READ = 56,
+    SUMS = 57,            /* four words, in the cache line of READ; see announce_sums() */
     LINE_WORDS = 64
 };
 
@@ -39,6 +40,10 @@ struct segment {
 
 /* Bytes of the longest input that travels in the rank's line, beside the step. */
 #define INLINE_BYTES 16
+
+/* Words that a rank announces of its result, and that peers read: the two sums, and a word that shows
+   whether these were damaged on their way. */
+enum { ANNOUNCED = 3 };
 
 /* NOTES_KEPT: number of a rank's last calls that are described for its peers, as CALLS in
    backends/shm/layout.py. SEGMENTS: number of symmetric segments that C can know at a time. */
@@ -73,6 +78,10 @@ struct shared {
     const struct segment *inside[2];
     size_t offset[2];
     struct sums *sums; /* where the sums of this call's result are wanted, or NULL */
+    /* If all ranks have announced the sums of their results in this call: these sums, ANNOUNCED words
+       by rank. */
+    uint64_t *announced;
+    int all_announced;
     /* After DAMAGED: the rank that has written an impossible value, and a text about the value. */
     int damaging;
     const char *damage;

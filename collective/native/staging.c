@@ -224,10 +224,39 @@ static int copy_block(const struct staging *c, uint64_t block, enum word announc
     return 0;
 }
 
+/* Announces the sums of this rank's result. READ, which the rank announces next, publishes them. So
+   the peers have them at the end of the call, without a message of their own. The fourth word tells
+   which call they belong to: a peer may want no sums.
+
+   No peer still reads the words of an earlier call. This rank has received a block of this call from
+   each peer, and a peer begins no call before it has read the words of the last one. */
+static void announce_sums(const struct staging *c)
+{
+    const struct sums *sums = c->shared->sums;
+    uint64_t *words = c->shared->stages[c->shared->rank].line + SUMS;
+    words[0] = sums->total;
+    words[1] = sums->placed;
+    words[2] = ~(sums->total ^ sums->placed);
+    words[ANNOUNCED] = c->shared->blocks;
+}
+
+/* Reads the sums of all ranks, after all of them have read all blocks. If a rank has announced none,
+   no rank finds those of all. */
+static void read_sums(const struct staging *c)
+{
+    struct shared *s = c->shared;
+    s->all_announced = 1;
+    for (int rank = 0; rank < s->size; rank++) {
+        const uint64_t *words = s->stages[rank].line + SUMS;
+        s->all_announced &= words[ANNOUNCED] == s->blocks;
+        memcpy(s->announced + ANNOUNCED * rank, words, ANNOUNCED * sizeof *words);
+    }
+}
+
 int stage(struct shared *s, const struct plan *p, const char *src, char *dst)
 {
     struct staging c = cut(s, p, src, dst);
-    int failed = post(&c, 0);
+    int failed = post(&c, 0), is_summed = s->sums != NULL && p->operation == ALL_REDUCE;
     for (uint64_t block = 0; block < c.number && !failed; block++) {
         /* Post one block ahead, for peers that are ahead of this rank. This is safe in place, too:
            in each rank's piece, the posted elements lie behind all that have been written. */
@@ -236,6 +265,8 @@ int stage(struct shared *s, const struct plan *p, const char *src, char *dst)
         failed = p->fold != NULL ? fold_block(&c, block) : copy_block(&c, block, POSTED);
         if (!failed && is_shared_work(p))
             failed = copy_block(&c, block, FOLDED);
+        if (!failed && is_summed && block + 1 == c.number)
+            announce_sums(&c);
         if (!failed)
             announce(s, READ, c.first + block + 1);
     }
@@ -247,6 +278,8 @@ int stage(struct shared *s, const struct plan *p, const char *src, char *dst)
     announce(s, FOLDED, s->blocks);
     if ((failed = await_all(s, READ, s->blocks)))
         return failed;
+    if (is_summed)
+        read_sums(&c);
     /* Only the flag shows that a peer has given up; the counters do not. */
     return is_broken(s) ? BROKEN : 0;
 }

@@ -433,13 +433,24 @@ def test_ranks_with_different_settings_get_mismatch() -> None:
         assert "compared=results" in text
 
 
-def summed_on_the_way(comm: Communicator, count: int, offset: int) -> tuple[bool, bool]:
-    """Return whether C computes the checksum of the whole result, and whether it is right."""
+def sums_of_plan(
+    comm: Communicator, count: int, offset: int = 0, sums: bool = True
+) -> tuple[Any, Any]:
+    """Return what a plan of ``all_reduce`` reports of the sums of its result, and the result."""
     plan: Any = comm.transport.plan(Request("all_reduce", FLOAT32, (count,), op=as_op("sum")))
     x = np.random.default_rng(comm.rank).standard_normal(count, np.float32)
     out = np.empty(count + offset, np.float32)[offset:]
-    total, placed, nbytes = plan.summed(Buffer(x, FLOAT32), Buffer(out, FLOAT32), Deadline(30.0))
-    return nbytes == out.nbytes, (total, placed) == checksums.sums(out)
+    run = plan.summed if sums else plan
+    return run(Buffer(x, FLOAT32), Buffer(out, FLOAT32), Deadline(30.0)), out
+
+
+def summed_on_the_way(comm: Communicator, count: int, offset: int) -> tuple[bool, bool, bool]:
+    """Return whether C has the sums of the whole result, the right ones, and all ranks' sums."""
+    (total, placed, nbytes, announced), out = sums_of_plan(comm, count, offset)
+    sums = checksums.sums(out)
+    words = np.frombuffer(announced, np.uint64).reshape(comm.size, 3)
+    everywhere = (words[:, :2] == np.array(sums, np.uint64)).all()
+    return nbytes == out.nbytes, (total, placed) == sums, bool(everywhere)
 
 
 # Lengths that are staged: in one block, in uneven pieces that end within a word, and beyond the
@@ -447,7 +458,108 @@ def summed_on_the_way(comm: Communicator, count: int, offset: int) -> tuple[bool
 @pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
 @pytest.mark.parametrize(("count", "offset"), [(8192, 0), (100_003, 1), (5_000_001, 0)])
 def test_checksum_of_staged_result_is_computed_by_c(count: int, offset: int) -> None:
-    assert run_ranks(2, summed_on_the_way, count, offset, backend="shm") == [(True, True)] * 2
+    assert run_ranks(2, summed_on_the_way, count, offset, backend="shm") == [(True,) * 3] * 2
+
+
+def sums_of_some_ranks(comm: Communicator) -> list[bool]:
+    """Return for each call whether this rank got the sums of all; rank 1 announces no second."""
+    found = []
+    for turn in range(3):
+        report, _ = sums_of_plan(comm, 100_003, sums=turn != 1 or comm.rank != 1)
+        found.append(report is not None and report[3] is not None)
+    return found
+
+
+@pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
+def test_sums_of_an_earlier_call_do_not_count_as_announced() -> None:
+    assert run_ranks(3, sums_of_some_ranks, backend="shm") == [[True, False, True]] * 3
+
+
+class _Changed:
+    """Plan of C whose announced words are changed."""
+
+    def __init__(self, plan: Any, change: Callable[[Any], None]) -> None:
+        self._plan = plan
+        self._change = change
+
+    def __call__(self, *args: Any) -> None:
+        self._plan(*args)
+
+    def summed(self, *args: Any) -> Any:
+        *sums, announced = self._plan.summed(*args)
+        words = np.frombuffer(announced, np.uint64).reshape(-1, 3).copy()
+        self._change(words)
+        return (*sums, words.tobytes())
+
+
+def other_sums(words: Any) -> None:
+    words[1] += np.array([4, 0, 0], np.uint64)
+    words[1, 2] = ~(words[1, 0] ^ words[1, 1])
+
+
+def damaged_sums(words: Any) -> None:
+    words[1, 0] ^= 1 << 40
+
+
+def with_changed_words(comm: Communicator, ranks: list[int], change: Any) -> tuple[Any, str] | None:
+    backend: Any = comm.transport
+    plan = backend.plan
+    if comm.rank not in ranks:
+        comm.all_reduce(np.ones(30_000))
+        return None
+    backend.plan = lambda request: (
+        _Changed(plan(request), change) if request.operation == "all_reduce" else plan(request)
+    )
+    return error_of(lambda: comm.all_reduce(np.ones(30_000)))
+
+
+@pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
+def test_other_announced_sums_name_rank() -> None:
+    outcomes = run_ranks(3, with_changed_words, [0, 1, 2], other_sums, backend="shm",
+                         check="results")  # fmt: skip
+    for outcome in outcomes:
+        assert outcome is not None
+        ranks, text = outcome
+        assert ranks == (1,)
+        assert text.startswith("all_reduce: rank 1 has another result than ranks 0, 2, in call 1, ")
+
+
+@pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
+def test_damaged_announced_sums_raise_on_their_reader() -> None:
+    first, outcome, third = run_ranks(3, with_changed_words, [1], damaged_sums, backend="shm",
+                                      check="results")  # fmt: skip
+    assert (first, third) == (None, None)
+    assert outcome is not None
+    ranks, text = outcome
+    assert ranks == (1,)
+    assert "the checksums of rank 1 for call 1 arrived damaged [rank 1 of 3]" in text
+
+
+def other_checksum(comm: Communicator, count: int) -> tuple[Any, str, Any]:
+    """Make calls in C, of which rank 1 computes a wrong checksum in Python."""
+    x = comm.empty(count, np.float32)
+    x[:] = 1
+    comm.all_reduce(x, out=x)
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr("collective.communicator.results.checksum", Mock(return_value=3))
+        ranks, text = error_of(lambda: comm.all_reduce(x, out=x))
+    return ranks, text, comm.all_reduce(x, out=x)[0]
+
+
+# A short call, and a call in symmetric memory: C announces the sums of neither.
+@pytest.mark.parametrize("count", [500, 30_000])
+def test_call_in_c_whose_sums_are_not_announced_is_compared(count: int) -> None:
+    outcomes = run_ranks(3, other_checksum, count, backend="shm", check="results")
+    for number, (ranks, text, after) in enumerate(outcomes):
+        assert ranks == (1,)
+        assert re.match(
+            rf"all_reduce: rank 1 has another result than ranks 0, 2, in call \d+, "
+            rf"all_reduce\(float32\[{count}\], op=sum\) at \S*test_results.py:\d+ in <lambda> "
+            rf"\[rank {number} of 3\]",
+            text,
+        )
+        assert after == 27
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 1000, 65_536, 65_543, 500_001])

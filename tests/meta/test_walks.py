@@ -41,8 +41,8 @@ def walk(call: Callable[[], Any]) -> tuple[int, int]:
 
 
 def walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
-    x = np.ones(1024, np.float32)
-    y = np.empty_like(x)
+    x, long = np.ones(1024, np.float32), np.ones(1 << 16, np.float32)
+    y, long_out = np.empty_like(x), np.empty_like(long)
     first = [walk(lambda: comm.all_reduce(x))]
     again = [walk(lambda: comm.all_reduce(x)) for _ in range(20)]
     two, eight = collective.Shards(2, comm), collective.Shards(8, comm)
@@ -56,6 +56,7 @@ def walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
         "reduce_scatter": lambda: comm.reduce_scatter(wide, out=y),
         "all_to_all": lambda: comm.all_to_all(x, out=y),
         "barrier": comm.barrier,
+        "long": lambda: comm.all_reduce(long, out=long_out),
         "2 shards": lambda: comm.all_reduce(one, out=y, order=two),
         "8 shards": lambda: comm.all_reduce(four, out=y, order=eight),
     }
@@ -102,6 +103,8 @@ def message_walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
                 "8 shards": (27, 6),
             },
         ),
+        # The core compares the results of a long all_reduce.
+        ("shm", "results", {"long": (0, 0)}),
         # None of these calls is the thousandth, whose results are compared.
         (
             "shm",

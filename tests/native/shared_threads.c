@@ -153,11 +153,17 @@ static void one_call(struct shared *shared, struct plan *p, int call, int symmet
     /* In every other call the core computes the sums of what it copies to the result. */
     struct sums sums = {0, 0, 0}, whole = {0, 0, 0};
     shared->sums = call % 2 ? &sums : NULL;
+    shared->all_announced = 0;
     check(shared_call(shared, p, src, dst) == 0, "arriving", call, rank, count);
     shared->sums = NULL;
     if (p->operation == ALL_REDUCE && sums.nbytes > 0) {
         add_to_sums(&whole, 0, (const char *)dst, outputs * 4);
         check(memcmp(&sums, &whole, sizeof sums) == 0, "a checksum", call, rank, count);
+        /* All ranks have this result, and have announced its sums. */
+        check(shared->all_announced, "an announcement", call, rank, count);
+        for (int each = 0; each < ranks; each++)
+            check(memcmp(shared->announced + ANNOUNCED * each, &sums, 2 * sizeof(uint64_t)) == 0,
+                  "an announced checksum", call, rank, count);
     }
     /* The check needs the starts of the pieces, even if the call does not give them. */
     for (int each = 0; each <= ranks; each++)
@@ -208,7 +214,8 @@ static void *rank_main(void *argument)
                             .looks = 20, .wait = wait_for, .arrived = go_on,
                             .broken = &broken, .sleepers = &sleepers,
                             .sources = calloc(ranks, sizeof(char *)),
-                            .results = calloc(ranks, sizeof(char *))};
+                            .results = calloc(ranks, sizeof(char *)),
+                            .announced = calloc(ranks, ANNOUNCED * sizeof(uint64_t))};
     shared.segments[3] = (struct segment){7, heap_bytes, heaps};
     uint32_t state = seed * 2654435761u + 1;
     for (int call = 0; call < calls; call++) {
@@ -246,6 +253,7 @@ static void *rank_main(void *argument)
     break_off(&shared, &state);
     free(shared.sources);
     free(shared.results);
+    free(shared.announced);
     return NULL;
 }
 
