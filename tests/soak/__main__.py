@@ -183,20 +183,20 @@ def _elastic(options: argparse.Namespace) -> int:
 def _flips(options: argparse.Namespace) -> int:
     since = time.monotonic()
     result = flips(options.seed, options.flips, options.seconds)
-    _print_flips(result, "flips", "")
+    _print_flips(result, "flips", "in an input that no rank uses")
     staging = staging_flips(options.seed, options.flips, options.seconds)
-    _print_flips(staging, "flips in staging areas", "hit calls ")
+    _print_flips(staging, "flips in staging areas", "after all ranks had read the place")
     print(f"{time.monotonic() - since:.0f} s")
     return 1 if result.problems or staging.problems else 0
 
 
-def _print_flips(result: Flips, made: str, counted: str) -> None:
+def _print_flips(result: Flips, made: str, unused: str) -> None:
     for problem in result.problems[:10]:
         print(problem)
     print(
-        f"{result.made} {made}, {result.found.total()} {counted}found, {result.folded} {counted}in "
-        f"the input of a reduction with equal results on all ranks, {result.unused} {counted}in an "
-        f"input that no rank uses; {len(result.problems)} problems"
+        f"{result.made} {made}, {result.found.total()} found, {result.folded} in a reduction with "
+        f"equal wrong results on all ranks, {result.unused} {unused}; "
+        f"{len(result.problems)} problems"
     )
     print(", ".join(f"{count} {where}" for where, count in result.found.most_common()))
 

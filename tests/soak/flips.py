@@ -47,7 +47,7 @@ class Flips:
         folded: number of flips in the input of a reduction. All ranks have the same wrong result
             after those, so no comparison can find them.
         unused: number of flips in inputs that a rank receives in a ``scan`` and does not use, those
-            of higher ranks.
+            of higher ranks; or in staging areas that all ranks had read.
         problems: for each forbidden effect a text.
         late: whether the time is over.
     """

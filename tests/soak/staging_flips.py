@@ -1,8 +1,9 @@
 """Bit flips in the staging areas of ``shm``, which ``COLLECTIVE_CHECK=results`` must find.
 
-Two processes make long calls in C. Meanwhile a thread of one of them flips random bits of the areas
-through which both ranks pass their data. Most flips hit a place that no rank reads any more. So
-afterwards the ranks' arrays tell whether a call was hit.
+Two processes make long calls in C. During each call a thread of one of them flips a bit of the areas
+through which both ranks pass their data: mostly between the moment when a rank announces a block and
+the one when its peer reads the block. Some flips come too late. So afterwards the ranks' arrays tell
+whether a call was hit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from collective import native
+from collective.backends.shm.layout import LINE
 from collective.communicator import Communicator
 from collective.errors import CorruptionError
 from collective.testing import RankPool
@@ -27,9 +29,13 @@ __all__ = ["STAGED", "staging_flips"]
 STAGED = ("all_reduce", "broadcast", "all_gather", "all_to_all", "gather", "scatter", *TWICE)
 _SIZE = 2
 # Calls per job; after each job the effects are judged.
-_CALLS = 25
+_CALLS = 100
 # Number of elements of a rank's array: 1 MiB, as much as one area.
 _COUNT = 1 << 17
+# Bytes of a block of such arrays with two ranks, as in collective/native/staging.c. And the words of
+# a rank's line that count the blocks which it has posted, folded and read, as in shared.h.
+_BLOCK_BYTES, _POSTED, _FOLDED_AT, _READ = 64 << 10, 40, 48, 56
+_FOLDED = ("all_reduce", *TWICE)
 
 #: Flips made during a call, whether the result was right, its digest, and whether an error came.
 Outcome = tuple[int, bool, str, bool]
@@ -38,7 +44,7 @@ Outcome = tuple[int, bool, str, bool]
 def staging_flips(seed: int, wanted: int, seconds: float = float("inf")) -> Flips:
     """Flip at least ``wanted`` bits of the areas; return what happened.
 
-    ``found`` counts the calls that were hit, and not the flips.
+    ``unused`` counts the flips of bits that no rank read any more.
     """
     record, end = Flips(), time.monotonic() + seconds
     if native.chosen.extension is None:
@@ -55,24 +61,24 @@ def staging_flips(seed: int, wanted: int, seconds: float = float("inf")) -> Flip
 
 
 def _calls(comm: Communicator, seed: int, operations: list[str]) -> list[Outcome]:
-    flipping = _Flipping(comm, seed) if comm.rank == seed % comm.size else None
+    flipper = _Flipper(comm, seed) if comm.rank == seed % comm.size else None
     outcomes = []
     for operation in operations:
         mine, out, expected = _arrays(operation, comm.rank)
         comm.barrier()
-        if flipping is not None:
-            flipping.go_on()
+        if flipper is not None:
+            flipper.begin(operation)
         raised = False
         try:
             _call(comm, operation, mine, out)
         except CorruptionError:
             raised = True
-        flips = 0 if flipping is None else flipping.pause()
+        flips = 0 if flipper is None else flipper.end(operation)
         right = expected is None or np.array_equal(expected, out)
         digest = hashlib.sha256(out.data).hexdigest()
         outcomes.append((flips, right, digest, raised))
-    if flipping is not None:
-        flipping.end()
+    if flipper is not None:
+        flipper.close()
     return outcomes
 
 
@@ -104,56 +110,70 @@ def _call(comm: Communicator, operation: str, mine: Any, out: Any) -> None:
         getattr(comm, operation)(mine, out=out)
 
 
-class _Flipping:
-    """Thread that flips bits of the areas during calls."""
+class _Flipper:
+    """One flip of a bit in the areas at a random moment of each call.
+
+    Most flips hit the block that a rank has announced last, which its peer may still have to read.
+    """
 
     def __init__(self, comm: Communicator, seed: int) -> None:
         control: Any = comm.transport._control  # type: ignore[attr-defined]
         layout = control.layout
+        self._words, self._area = control.words, layout.area_bytes
         length = 2 * comm.size * layout.area_bytes
         self._areas = np.frombuffer(control.segment.map, np.uint8, length, layout.areas)
-        self._places = np.random.default_rng(seed)
+        self._dice = random.Random(seed)
+        self._seconds: dict[str, float] = {}
+        self._began, self._flips, self._over = 0.0, 0, False
+        self._timer = threading.Timer(0.0, int)
+
+    def begin(self, operation: str) -> None:
+        """Flip a bit during the call that comes now."""
         self._flips, self._over = 0, False
-        self._going, self._paused = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        delay = self._dice.random() * self._seconds.get(operation, 1e-3)
+        self._timer = threading.Timer(delay, self._flip, (operation in _FOLDED,))
+        self._began = time.perf_counter()
+        self._timer.start()
 
-    def _run(self) -> None:
-        while True:
-            self._going.wait()
-            if self._over:
-                return
-            for at in self._places.integers(self._areas.size, size=64).tolist():
-                if not self._going.is_set():
-                    break
-                self._areas[at] ^= 1 << at % 8
-                self._flips += 1
-                time.sleep(2e-5)
-            if not self._going.is_set():
-                self._paused.set()
-
-    def go_on(self) -> None:
-        """Flip bits from now on."""
-        self._flips = 0
-        self._paused.clear()
-        self._going.set()
-
-    def pause(self) -> int:
-        """Flip no more bits; return the number of flips since :meth:`go_on`."""
-        self._going.clear()
-        self._paused.wait()
+    def end(self, operation: str) -> int:
+        """Return the number of bits that were flipped since :meth:`begin`."""
+        self._seconds[operation] = min(0.05, time.perf_counter() - self._began)
+        self._over = True
+        self._timer.cancel()
+        self._timer.join()
         return self._flips
 
-    def end(self) -> None:
-        """End the thread, and let go of the areas."""
-        self._over = True
-        self._going.set()
-        self._thread.join()
+    def close(self) -> None:
+        """Let go of the areas."""
         del self._areas
+
+    def _flip(self, folds: bool) -> None:
+        dice, place = self._dice, None
+        if dice.random() < 0.1:
+            place = dice.randrange(self._areas.size)
+        while place is None and not self._over:
+            time.sleep(2e-5)
+            place = self._place(folds)
+        if place is not None:
+            self._areas[place] ^= 1 << dice.randrange(8)
+            self._flips += 1
+
+    def _place(self, folds: bool) -> int | None:
+        """Return a place in a block that a rank has announced, and its peer has not read yet."""
+        dice, rank = self._dice, self._dice.randrange(_SIZE)
+        counter = dice.choice([_POSTED, _FOLDED_AT]) if folds else _POSTED
+        announced = int(self._words[(1 + rank) * LINE + counter])
+        if announced <= self._words[(2 - rank) * LINE + _READ]:
+            return None
+        # A call that folds nothing uses both areas of a rank as one.
+        blocks = self._area // _BLOCK_BYTES * (1 if folds else 2)
+        area = 2 * rank * self._area + (self._area if counter == _FOLDED_AT else 0)
+        return area + (announced - 1) % blocks * _BLOCK_BYTES + dice.randrange(_BLOCK_BYTES)
 
 
 def _judge(record: Flips, operation: str, outcomes: tuple[Outcome, ...]) -> None:
-    record.made += sum(flips for flips, _, _, _ in outcomes)
+    made = sum(flips for flips, _, _, _ in outcomes)
+    record.made += made
     wrong = [rank for rank, (_, right, _, _) in enumerate(outcomes) if not right]
     raised = [rank for rank, (*_, error) in enumerate(outcomes) if error]
     if not wrong:
@@ -163,6 +183,8 @@ def _judge(record: Flips, operation: str, outcomes: tuple[Outcome, ...]) -> None
             record.found[f"{operation} (staging)"] += 1
         elif raised:
             record.found["checksums"] += 1
+        else:
+            record.unused += made
         return
     equal = len({digest for _, _, digest, _ in outcomes}) == 1
     if operation == "all_reduce" and len(wrong) == len(outcomes) and equal:

@@ -63,8 +63,9 @@ def test_flipped_bits_are_all_found() -> None:
 
 @pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
 def test_flipped_bits_of_staging_areas_are_all_found() -> None:
-    result = staging_flips(7, 1000)
+    result = staging_flips(7, 80)
     assert result.problems == []
-    assert result.made >= 1000
+    assert result.made >= 80
+    assert result.found.total() + result.folded + result.unused == result.made
     hit = {place.split()[0] for place in result.found} & set(STAGED)
-    assert len(hit) > 1, result.found
+    assert len(hit) > 3, result.found
