@@ -1,9 +1,9 @@
 """Bit flips in the staging areas of ``shm``, which ``COLLECTIVE_CHECK=results`` must find.
 
-Two processes make long calls in C. During each call a thread of one of them flips a bit of the areas
-through which both ranks pass their data: mostly between the moment when a rank announces a block and
-the one when its peer reads the block. Some flips come too late. So afterwards the ranks' arrays tell
-whether a call was hit.
+Two processes make long calls in C. During each call a thread of one of them flips a bit of the
+areas through which both ranks pass their data. Most flips hit a block that one rank has announced,
+and that the other rank has not read to its end. Some come too late. So afterwards the ranks' arrays
+tell whether a call was hit.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _SIZE = 2
 _CALLS = 100
 # Number of elements of a rank's array: 1 MiB, as much as one area.
 _COUNT = 1 << 17
-# Bytes of a block of such arrays with two ranks, as in collective/native/staging.c. And the words of
-# a rank's line that count the blocks which it has posted, folded and read, as in shared.h.
+# Bytes of a block of such arrays with two ranks, as in collective/native/staging.c. And the words
+# of a rank's line that count the blocks which it has posted, folded and read, as in shared.h.
 _BLOCK_BYTES, _POSTED, _FOLDED_AT, _READ = 64 << 10, 40, 48, 56
 _FOLDED = ("all_reduce", *TWICE)
 
@@ -111,10 +111,7 @@ def _call(comm: Communicator, operation: str, mine: Any, out: Any) -> None:
 
 
 class _Flipper:
-    """One flip of a bit in the areas at a random moment of each call.
-
-    Most flips hit the block that a rank has announced last, which its peer may still have to read.
-    """
+    """One flip of a bit in the areas in each call, from a random moment on."""
 
     def __init__(self, comm: Communicator, seed: int) -> None:
         control: Any = comm.transport._control  # type: ignore[attr-defined]
