@@ -7,15 +7,17 @@ run. ``2 shards`` is compared with an ordinary ``all_reduce``, which makes the s
 shards``, four on each rank, is compared with the same local folds by NumPy and an ordinary
 ``all_reduce``. Shards that are added one by one are compared with folds that copy every second
 shard, since a program may change the array of a shard once it is added. The third table is for two
-ranks that compare their results (``COLLECTIVE_CHECK=results``), over ``shm`` and ``gloo``; jobs
-with each value take turns.
+ranks that compare their results (``COLLECTIVE_CHECK=results``), over ``shm`` and ``gloo``. The
+values of the setting take turns in the same processes. Each ratio is the median of those of
+neighbouring turns, with the quartiles. ``auto, again`` shows how much the ratio of two equal sides
+varies.
 
 ::
 
     python benchmarks/shards.py
-    python benchmarks/shards.py --skip cost --transports threads,shm,gloo,hierarchical --mpi .mpi \
-        --core on,off
-    python benchmarks/shards.py --skip bits --mib 16
+    python benchmarks/shards.py --skip cost --skip results --mpi .mpi --core on,off \
+        --transports threads,shm,gloo,hierarchical
+    python benchmarks/shards.py --skip bits --skip cost --mib 1,16
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -126,7 +127,8 @@ def _bits_without_core(options: argparse.Namespace) -> Seen:
     """Return the digests of a process without the native core, which runs this program."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "bits.json"
-        command = [sys.executable, __file__, "--skip", "cost", "--json", str(result)]
+        command = [sys.executable, __file__, "--skip", "cost", "--skip", "results"]
+        command += ["--json", str(result)]
         command += ["--transports", options.transports, "--sizes", options.sizes]
         command += ["--mpi", str(options.mpi)] if options.mpi is not None else []
         environment = {**os.environ, "COLLECTIVE_NATIVE": "off"}
@@ -222,42 +224,58 @@ def cost(mib: Sequence[int], rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 #: Values of ``COLLECTIVE_CHECK`` whose cost is compared: nothing, each call, every tenth.
-_CHECKS = ("auto", "results", "results:10")
+_CHECKS = {
+    "auto": "auto", "auto, again": "auto", "results": "results", "results:10": "results:10"
+}  # fmt: skip
+#: Calls of a turn: one of them is compared with ``results:10``. The shorter the turns, the less
+#: differs between neighbours that is not due to the sides.
+_CALLS = 10
+#: Turns of a side for each round of the other tables, for short and for long arrays.
+_TURNS, _LONG_TURNS, _LONG_BYTES = 20, 2, 4 << 20
 
 
-def _call_seconds(comm: Communicator, nbytes: int) -> float:
-    """Return the median seconds of an ``all_reduce``, without the first calls, which make plans."""
-    x, seconds = np.ones(nbytes // 4, np.float32), []
+def _checked(comm: Communicator, nbytes: int, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of an ``all_reduce`` of the slowest rank in each turn, by check."""
+    x = np.ones(nbytes // 4, np.float32)
     out = np.empty_like(x)
-    for _ in range(14):
-        comm.barrier()
-        began = time.perf_counter()
-        comm.all_reduce(x, out=out)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[2:])
+
+    def side(check: str) -> Callable[[int], None]:
+        # All sides use the same transport.
+        checked = Communicator(
+            comm.transport, local_rank=comm.local_rank, local_size=comm.local_size,
+            host=comm.host, timeout=600, check=check,
+        )  # fmt: skip
+        call = repeated(lambda: checked.all_reduce(x, out=out))
+        return lambda count: call(_CALLS * count)
+
+    sides = {name: side(check) for name, check in _CHECKS.items()}
+    rounds *= _TURNS if nbytes < _LONG_BYTES else _LONG_TURNS
+    turns = alternate(comm, sides, rounds, 0.0, warm=2)
+    return {name: [each / _CALLS for each in seconds] for name, seconds in turns.items()}
 
 
 def compared(mib: Sequence[int], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Return the seconds of a call of the slower rank in each job, by array and check."""
-    found: dict[str, dict[str, list[float]]] = {}
+    """Return the seconds of a call in each turn, by array and check."""
+    turns: dict[str, dict[str, list[float]]] = {}
     for backend in ("shm", "gloo"):
         with RankPool(2, backend, timeout=600) as pool:
             for n in mib:
-                jobs: dict[str, list[float]] = {check: [] for check in _CHECKS}
-                for _ in range(rounds):
-                    for check, seconds in jobs.items():
-                        seconds.append(max(pool.run(_call_seconds, n << 20, check=check)))
-                found[f"{n} MiB, {backend}"] = jobs
-    return found
+                turns[f"{n} MiB, {backend}"] = pool.run(_checked, n << 20, rounds)[0]
+    return turns
 
 
-def _compared_rows(jobs: dict[str, dict[str, list[float]]]) -> list[list[str]]:
-    return [
-        [array, check, microseconds(statistics.median(seconds)),
-         f"{median_ratio(seconds, checks['auto']):.2f}"]
-        for array, checks in jobs.items()
-        for check, seconds in checks.items()
-    ]  # fmt: skip
+def _compared_rows(turns: dict[str, dict[str, list[float]]]) -> list[list[str]]:
+    rows = []
+    for array, sides in turns.items():
+        for name, seconds in sides.items():
+            row = [array, name, microseconds(statistics.median(seconds))]
+            ratios = [mine / other for mine, other in zip(seconds, sides["auto"])]
+            if name == "auto" or len(ratios) < 2:
+                rows.append([*row, "", ""])
+                continue
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            rows.append([*row, f"{middle:.2f}", f"{low:.2f} to {high:.2f}"])
+    return rows
 
 
 def _cost_rows(turns: dict[str, dict[str, list[float]]]) -> list[list[str]]:
@@ -286,24 +304,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--core", default="on", help="on, off, or on,off (default: on)")
     parser.add_argument("--mib", default="1,16", help="sizes of the second table (default: 1,16)")
     parser.add_argument("--rounds", type=int, default=15, help="turns a side (default: 15)")
-    parser.add_argument("--skip", choices=["bits", "cost"], help="leave out one table")
+    parser.add_argument(
+        "--skip", action="append", choices=["bits", "cost", "results"], default=[],
+        help="leave out one table; may be given several times",
+    )  # fmt: skip
     add_outputs(parser, earlier=True)
     options = parser.parse_args(arguments)
     sizes = [int(size) for size in options.sizes.split(",")]
 
     def measure() -> dict[str, Any]:
         run: dict[str, Any] = {"bits": {}, "cost": {}}
-        if options.skip != "bits":
+        if "bits" not in options.skip:
             parts = []
             if "on" in options.core.split(","):
                 parts.append(bits(options.transports.split(","), options.mpi, sizes))
             if "off" in options.core.split(","):
                 parts.append(_bits_without_core(options))
             run["bits"] = _joined(parts)
-        if options.skip != "cost":
-            mib = [int(n) for n in options.mib.split(",")]
+        mib = [int(n) for n in options.mib.split(",")]
+        if "cost" not in options.skip:
             run["cost"] = cost(mib, options.rounds)
-            run["results"] = compared(mib, max(1, options.rounds // 3))
+        if "results" not in options.skip:
+            run["results"] = compared(mib, options.rounds)
         return run
 
     run = measured(options, measure)
@@ -316,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = _cost_rows(run["cost"])
         print_table(headline(run["machine"]), columns, rows, options.markdown)
     if run.get("results"):
-        columns = ["array", "COLLECTIVE_CHECK", "median", "× auto"]
+        columns = ["array", "COLLECTIVE_CHECK", "median", "× auto", "quartiles"]
         rows = _compared_rows(run["results"])
         print_table(headline(run["machine"]), columns, rows, options.markdown)
     return int(any(len(digests) > 1 for digests in run["bits"].values()))
