@@ -19,6 +19,7 @@ from ray.util import collective as col
 
 import collective
 from tests.ray.actors import Member, all_calls, everywhere, expected, group_of, join
+from tests.support.launches import NOISE_S, PROMISED_S
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -39,7 +40,7 @@ def _pid() -> int:
     return os.getpid()
 
 
-def test_death_of_an_actor_raises_at_its_peer_within_two_seconds() -> None:
+def test_death_of_an_actor_raises_at_its_peer_at_once() -> None:
     members = group_of(2, "exit")
     pid = everywhere(members, _pid)[1]
     waiting = members[0].run.remote(_reduce, "exit")
@@ -48,7 +49,7 @@ def test_death_of_an_actor_raises_at_its_peer_within_two_seconds() -> None:
     text = ray.get(waiting, timeout=60)
     assert text.startswith("(1,) all_reduce")
     assert f"rank 1 (pid {pid}) has died" in text
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < PROMISED_S + NOISE_S
     with pytest.raises(ray.exceptions.ActorDiedError):
         ray.get(dying, timeout=60)
     # The same name again, while one member of the old group lives.
@@ -113,7 +114,7 @@ def test_group_destroyed_by_another_thread_ends_the_waiting_call(
     began = time.monotonic()
     ray.get(members[0].run.remote(col.destroy_collective_group, name), timeout=60)
     assert "another thread of this rank closed" in ray.get(waiting, timeout=60)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < PROMISED_S + NOISE_S
     assert "(0,) all_reduce" in ray.get(members[1].run.remote(_reduce, name), timeout=60)
     everywhere(members[1:], col.destroy_collective_group, name)
     join(members, name)

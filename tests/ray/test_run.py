@@ -21,6 +21,7 @@ import collective
 from collective.launch.outcome import RankDiedError, RanksFailedError
 from collective.launch.ray import run
 from tests.ray.test_calls import keys
+from tests.support.launches import NOISE_S, PROMISED_S
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -74,11 +75,11 @@ def _die(comm: collective.Communicator, note: Path) -> None:
     comm.barrier()
 
 
-def test_death_of_a_rank_ends_the_run_within_two_seconds(tmp_path: Path) -> None:
+def test_death_of_a_rank_ends_the_run_at_once(tmp_path: Path) -> None:
     note = tmp_path / "death"
     with pytest.raises(RanksFailedError, match="rank 1 has died") as caught:
         run(_die, 2, note)
-    assert time.monotonic() - float(note.read_text()) < 2.0
+    assert time.monotonic() - float(note.read_text()) < PROMISED_S + NOISE_S
     assert isinstance(caught.value.cause, RankDiedError)
     assert nothing_is_left()
 
@@ -153,7 +154,7 @@ def test_interrupt_during_the_placement_leaves_nothing() -> None:
     try:
         with pytest.raises(KeyboardInterrupt):
             run(_total, 2, 1.0, start_timeout=60.0)
-        assert time.monotonic() - interrupted[0] < 10.0
+        assert time.monotonic() - interrupted[0] < PROMISED_S + NOISE_S
     finally:
         thread.join()
         remove_placement_group(other)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from collective.backends.peers import link as link_module
 from collective.backends.peers import values
 from collective.backends.peers.handed import HandedStore
 from collective.backends.peers.link import Link, connect, encoded
@@ -573,12 +574,16 @@ def asks_quickly(where: Endpoint) -> bool:
         since = time.monotonic()
         for _ in range(20):
             another.set("another", b"1")
-        return time.monotonic() - since < 1.5  # A server that waits for a peer waits 2 s.
+        return time.monotonic() - since < FAR
 
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    """Yield an address of a server whose sockets have small send buffers."""
+    """Yield an address of a server whose sockets have small send buffers.
+
+    If the server waited for a peer that does not read, it would wait longer than FAR seconds.
+    """
+    monkeypatch.setattr(link_module, "_SEND_S", 2 * FAR)
     listen = tcp_store.listen
 
     def listen_narrowly(*arguments: Any) -> socket.socket | None:

@@ -314,7 +314,7 @@ def test_request_after_server_exit_raises_quickly(kind: Kind, what: str) -> None
             RendezvousError, match=rf"'ready'.*{kind.who} serves this store, and it has ended"
         ):
             getattr(client, what)("ready", *arguments)
-        assert time.monotonic() - since < 5.0
+        assert time.monotonic() - since < DEADLINE_S / 2
 
 
 @kinds
@@ -330,7 +330,7 @@ def test_get_raises_when_server_is_killed(kind: Kind) -> None:
             RendezvousError, match=rf"'key'.*{kind.who} serves this store, and it has ended"
         ):
             client.get("key", soon())
-        assert time.monotonic() - since < 5.0
+        assert time.monotonic() - since < DEADLINE_S / 2
         killing.join()
 
 

@@ -47,7 +47,7 @@ def test_parallel_apply_calls_each_module_in_own_thread():
     meeting = threading.Barrier(3)
 
     def call(*args, **kwargs):
-        meeting.wait(timeout=10)  # passes only if all three calls run at once
+        meeting.wait(timeout=60)  # passes only if all three calls run at once
         return args, kwargs, threading.current_thread().name
 
     results = parallel_apply([call] * 3, [(1, 2), [3], "one"], [{"a": 1}, None, {}])

@@ -297,7 +297,7 @@ def test_prefetch_loader_left_early_ends_thread() -> None:
         if batch == 3:
             break
     assert prefetching() == []
-    assert closed.wait(5)
+    assert closed.wait(60)
     running = iter(PrefetchLoader(range(1000)))
     next(running)
     assert len(prefetching()) == 1

@@ -530,5 +530,5 @@ def test_dropped_transport_leaves_no_thread(comm: Any) -> None:
     gc.collect()
     watching = [running for running in threading.enumerate() if "nccl" in running.name]
     for thread in watching:  # the list may contain a thread that is just ending
-        thread.join(10)
+        thread.join(FAR)
     assert not [thread.name for thread in watching if thread.is_alive()]

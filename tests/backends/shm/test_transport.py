@@ -188,7 +188,7 @@ def test_late_rank_gets_error_that_names_it(comm, tmp_path):
         await_files(tmp_path / "0", tmp_path / "2")
     expected = CommunicatorAbortedError if late else CollectiveTimeoutError
     with pytest.raises(expected, match=r"waited 0\.3 s for rank 1" if late else "") as caught, comm:
-        comm.barrier(timeout=0.3 if comm.rank == 0 else 5.0)
+        comm.barrier(timeout=0.3 if comm.rank == 0 else 60.0)
     assert type(caught.value) is expected
     (tmp_path / str(comm.rank)).touch()
 
@@ -278,7 +278,7 @@ def test_twenty_connects_over_one_store_leave_it_empty(comm, tmp_path):
     for step in range(20):
         store = FileStore(directory)
         world = World(comm.rank, comm.size, comm.rank, comm.size, "h", "none", "job", store)
-        with collective.connect(world, "shm", start_timeout=10) as other:
+        with collective.connect(world, "shm", start_timeout=60) as other:
             assert other.all_reduce(np.array([step]))[0] == 2 * step
     comm.barrier()
     assert os.listdir(directory) == []
@@ -292,8 +292,8 @@ def test_missing_ranks_are_named_with_whole_timeout(comm, tmp_path):
     if comm.rank == 1:
         time.sleep(0.3)  # by then the segment of rank 0 exists, and less of the timeout remains
     world = World(comm.rank, 3, comm.rank, 3, "h", "none", "job", FileStore(tmp_path / "store"))
-    with pytest.raises(RendezvousError, match=r"after 1 s ranks \[2\] of 3 have not arrived"):
-        collective.connect(world, "shm", start_timeout=1.0)
+    with pytest.raises(RendezvousError, match=r"after 3 s ranks \[2\] of 3 have not arrived"):
+        collective.connect(world, "shm", start_timeout=3.0)
 
 
 @on_ranks("two")
