@@ -52,6 +52,15 @@ def test_results_of_ranks_are_in_their_order() -> None:
     assert nothing_is_left()
 
 
+def _keys(comm: collective.Communicator) -> list[bytes]:
+    comm.barrier()  # rank 0 deletes the keys before it calls this function
+    return keys("run/")
+
+
+def test_running_ranks_leave_no_keys_for_a_driver_that_is_killed() -> None:
+    assert run(_keys, 2) == [[], []]
+
+
 def _fail(comm: collective.Communicator) -> None:
     if comm.rank == 1:
         raise ZeroDivisionError("planted")

@@ -129,13 +129,14 @@ def meet_actors(
     keys = _store(f"{name}/{place.job}")
     toward = _control_service(context)
     comm = connect_met(place, seal(keys, secret), secret, toward, **settings)
-    if lasting:
-        return comm
+    # Delete the keys as early as possible: a driver or an actor that is killed deletes nothing.
     try:
-        # The connected ranks need no store. So no key stays when the actors are killed.
-        comm.barrier(timeout=max(deadline.left(), 1.0))
+        if not lasting:
+            # The connected ranks need no store.
+            comm.barrier(timeout=max(deadline.left(), 1.0))
         if rank == 0:
-            forget(name)
+            # A rank connects after the roll call, so no rank reads the keys of that any more.
+            forget(f"{name}/roll" if lasting else name)
     except BaseException:
         comm.close()
         raise
