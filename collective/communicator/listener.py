@@ -25,7 +25,8 @@ class CallEvent(NamedTuple):
         request: request that all ranks must agree on; None for messages.
         number: number of this collective call on its communicator, from 1; 0 for messages.
         compares: whether the ranks' calls are only compared, and no data is moved.
-        dst, src, tag: destination, source and tag of a message; else None.
+        dst, src, tag: destination, source and tag of a message; else None. A ``sendrecv`` to or
+            from :data:`collective.NULL` has None there.
     """
 
     operation: str

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import collective
 from collective.communicator import Communicator
 from collective.communicator.listener import CallEvent, Listener
 from collective.errors import (
@@ -60,6 +61,11 @@ CALLS = [
         " with a user operator",
     ),
     once("sendrecv", 32, lambda comm: comm.sendrecv(np.ones(4), 1 - comm.rank, 1 - comm.rank)),
+    once(
+        "sendrecv", 32,
+        lambda comm: comm.sendrecv(np.ones(4), 1 - comm.rank, 1 - comm.rank, async_op=True).wait(),
+        " in the background",
+    ),
 ]  # fmt: skip
 
 
@@ -103,6 +109,14 @@ def test_hook_event_of_message_has_peer_and_tag(comm: Communicator) -> None:
         ((received, _),) = events_of(comm, lambda comm: comm.recv(None, 0, tag=5))
         assert (received.operation, received.src, received.tag) == ("recv", 0, 5)
         assert received.nbytes == -1
+
+
+@on_ranks("pair")
+def test_hook_event_of_half_a_sendrecv_names_the_method(comm: Communicator) -> None:
+    dst, src = (1, collective.NULL) if comm.rank == 0 else (collective.NULL, 0)
+    ((event, _),) = events_of(comm, lambda comm: comm.sendrecv(np.ones(2), dst, src))
+    ends = (event.operation, event.nbytes, event.dst, event.src)
+    assert ends == (("sendrecv", 16, 1, None) if comm.rank == 0 else ("sendrecv", -1, None, 0))
 
 
 @on_ranks("pair")

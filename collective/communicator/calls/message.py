@@ -92,7 +92,7 @@ class Send(_Message):
     Args:
         result: object that the call returns.
         hosted: whether ``x`` is the library's own array on the CPU.
-        what: the communicator's method that the program called, for errors.
+        what: the communicator's method that the program called, for errors and listeners.
     """
 
     def __init__(
@@ -119,19 +119,20 @@ class Send(_Message):
         head, payload, near = message_of(path, what, self.x, self._hosted)
         run = partial(_send, path, head, payload, dst, tag, seconds, self._result)
         key: Direction = "send", dst, None, tag
-        return _post(path, key, run, async_op, near, int(head.words[2]))
+        return _post(path, what, key, run, async_op, near, int(head.words[2]))
 
 
 class Recv(_Message):
     """See :meth:`Communicator.recv`.
 
     Args:
-        what: the communicator's method that the program called, for errors.
+        what: the communicator's method that the program called, for errors and listeners.
+        heard: whether the listeners are notified already.
     """
 
     def __init__(
         self, path: Path, out: Any, src: Any, tag: Any, like: Any, status: Status | None,
-        what: str = "recv",
+        what: str = "recv", heard: bool = False,
     ) -> None:  # fmt: skip
         self.path = path
         self.out = out
@@ -140,6 +141,7 @@ class Recv(_Message):
         self.like = like
         self._status = status
         self._what = what
+        self._heard = heard
 
     def exchanged(self, seconds: float) -> Any:
         if self.out is None or self.like is not None:
@@ -170,7 +172,8 @@ class Recv(_Message):
         if path.lanes:
             _refuse_overlap(path, src, tag)
         run = partial(self._receive, src, tag, seconds, near)
-        return _post(path, ("recv", None, src, tag), run, async_op, near)
+        key: Direction = "recv", None, src, tag
+        return _post(path, what, key, run, async_op, near, heard=self._heard)
 
     def _receive(self, src: int, tag: int, seconds: float, near: Near | None) -> Any:
         path, out = self.path, self.out
@@ -245,20 +248,22 @@ class SendRecv(_Message):
         key, nbytes = (what, dst, src, tag), int(head.words[2])
         if dst == path.rank or not (async_op or _is_busy(path, send) or _is_busy(path, recv)):
             run = partial(self._both_ways, head, payload, dst, src, tag, like, seconds)
-            return _post(path, key, run, async_op, near, nbytes)
+            return _post(path, what, key, run, async_op, near, nbytes)
         # Each half waits for its turn among the messages that are in flight already, so the
-        # receive may write to `out` before the send has read `x`.
+        # receive may write to `out` before the send has read `x`. The listeners get one event,
+        # that of both halves.
         if payload is not None and self.out is not None and shares_memory(payload.array, self.out):
             payload = Buffer(payload.array.copy(), payload.dtype)
         sending = partial(_send, path, head, payload, dst, tag, seconds, None)
-        sent = _post(path, send, sending, True, near, nbytes)
-        received = path.post(Recv(path, self.out, src, tag, like, None, what), seconds, True)
+        sent = _post(path, what, send, sending, True, near, heard=True)
+        receive = Recv(path, self.out, src, tag, like, None, what, heard=True)
+        received = path.post(receive, seconds, True)
 
         def wait_for_both() -> Any:
             sent.wait()
             return received.wait()
 
-        return _post(path, key, wait_for_both, async_op, None, nbytes)
+        return _post(path, what, key, wait_for_both, async_op, None, nbytes)
 
     def _like_of_result(self) -> Any:
         """Return the model of the result where ``out`` is None: ``like``, or x's first array."""
@@ -316,23 +321,25 @@ def _send(
 
 
 def _post(
-    path: Path, key: Direction, run: Callable[[], Any], async_op: bool, near: Near | None = None,
-    nbytes: int = -1,
+    path: Path, name: str, key: Direction, run: Callable[[], Any], async_op: bool,
+    near: Near | None = None, nbytes: int = -1, heard: bool = False,
 ) -> Any:  # fmt: skip
     """Run a message at once or in its lane.
 
     Each direction, peer and tag has one lane, which runs its messages in order.
 
     Args:
+        name: the communicator's method that the program called.
         near: the message's array on a GPU, if it has one.
         nbytes: number of bytes that are sent; -1 if the call sends nothing.
+        heard: whether the listeners are notified already.
     """
     operation, dst, src, tag = key
-    what = f"{operation}(tag={tag})"
+    what = f"{name}(tag={tag})"
     if path.broken is not None:
         run, near = partial(path.refuse_broken, what), None
-    if path.listeners.all:
-        event = CallEvent(operation, nbytes, dst=dst, src=src, tag=tag)
+    if path.listeners.all and not heard:
+        event = CallEvent(name, nbytes, dst=dst, src=src, tag=tag)
         run = partial(path.listeners.around, event, run, path.tell_failure)
     if not async_op and not _is_busy(path, key):
         return run()
