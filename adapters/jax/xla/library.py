@@ -97,8 +97,8 @@ def check_interface(interface: int, what: str) -> None:
         folder = Path(__file__).parents[3]
         raise BackendUnavailableError(
             f"jax: {what} was built for another version of this package: it has interface "
-            f"{interface}, and the Python code in {folder} needs {_INTERFACE}. Build it again there "
-            "(pip install -e .), and let no variable name a library of another installation "
+            f"{interface}, and the Python code in {folder} needs {_INTERFACE}. Build it again "
+            "there (pip install -e .), and let no variable name a library of another installation "
             f"({VARIABLE}, PYTHONPATH)."
         )
 
