@@ -164,6 +164,26 @@ def small_calls(rank: int, size: int, calls: int, areas: int) -> Iterator[Step]:
                 yield Look(peer, "area", call % areas, call)
 
 
+def compared(rank: int, size: int, calls: int, early: bool) -> Iterator[Step]:
+    """Yield the steps of all_reduces of one block each, whose sums the ranks announce.
+
+    Args:
+        early: whether a rank writes its sums before it has received blocks of the call.
+    """
+    for call in range(calls):
+        if early:
+            yield Write("sums", 0, call)
+        yield Announce(POSTED, call + 1)
+        yield from _wait_all(rank, size, POSTED, call + 1)
+        if not early:
+            yield Write("sums", 0, call)
+        yield Announce(READ, call + 1)
+        yield from _wait_all(rank, size, READ, call + 1)
+        for peer in range(size):
+            if peer != rank:
+                yield Look(peer, "sums", 0, call)
+
+
 def in_place(rank: int, size: int, calls: int, departs: bool) -> Iterator[Step]:
     """Yield the steps of all_reduces in symmetric memory, whose locations use two words in turn.
 
@@ -292,3 +312,12 @@ def test_small_calls_with_two_areas_are_correct(size: int, calls: int) -> None:
 
 def test_small_calls_with_single_area_fail() -> None:
     assert "reads" in first_failure([[*small_calls(rank, 2, 3, 1)] for rank in range(2)])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_announced_sums_are_those_of_the_call_in_all_interleavings(size: int) -> None:
+    assert first_failure([[*compared(rank, size, 3, False)] for rank in range(size)]) == ""
+
+
+def test_sums_announced_before_peers_have_arrived_fail() -> None:
+    assert "reads 1 of" in first_failure([[*compared(rank, 2, 2, True)] for rank in range(2)])
