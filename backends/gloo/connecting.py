@@ -22,7 +22,8 @@ from collective.errors import BackendError, CommunicatorAbortedError
 from .engine import CUT_TAG, AddressStore, cut, device, process_group, seconds
 
 if TYPE_CHECKING:
-    from collective.backends.peers.channel import Channel, Wait
+    from collective.backends.peers.channel import Channel
+    from collective.backends.peers.wait import Wait
     from collective.contract.world import World
 
 __all__ = ["Connector", "is_broken_after"]

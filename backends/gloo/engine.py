@@ -22,7 +22,8 @@ from collective.platform import let_others_run_first, threads
 from .waiting import Elsewhere
 
 if TYPE_CHECKING:
-    from collective.backends.peers.channel import Channel, Wait
+    from collective.backends.peers.channel import Channel
+    from collective.backends.peers.wait import Wait
     from collective.contract.world import World
 
 # The members that are used here are missing from torch's type stubs.

@@ -14,7 +14,8 @@ from collective.deadline import Deadline
 from collective.request import in_thread
 
 if TYPE_CHECKING:
-    from collective.backends.peers.channel import Channel, Wait
+    from collective.backends.peers.channel import Channel
+    from collective.backends.peers.wait import Wait
 
 __all__ = ["Blocked", "Elsewhere", "watched"]
 

@@ -21,9 +21,9 @@ import numpy as np
 
 from collective.algorithms import pieces
 from collective.backends.peers import levels
-from collective.backends.peers.channel import Running
 from collective.backends.peers.handed import HandedStore
 from collective.backends.peers.monitored import Monitored
+from collective.backends.peers.wait import Running
 from collective.backends.shm import ShmBackend
 from collective.contract import registry
 from collective.contract.backend import Backend

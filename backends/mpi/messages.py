@@ -20,7 +20,8 @@ from .library import leave_unfinished
 from .polling import finish, settle, spin
 
 if TYPE_CHECKING:
-    from collective.backends.peers.channel import Channel, Wait
+    from collective.backends.peers.channel import Channel
+    from collective.backends.peers.wait import Wait
     from collective.memory.buffer import Buffer
 
 __all__ = ["EAGER_BYTES", "LONG_BYTES", "MOST_BYTES", "MpiMessages"]

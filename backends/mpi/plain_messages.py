@@ -26,7 +26,8 @@ from .messages import LONG_BYTES, MpiMessages
 from .polling import finish, spin
 
 if TYPE_CHECKING:
-    from collective.backends.peers.channel import Channel, Wait
+    from collective.backends.peers.channel import Channel
+    from collective.backends.peers.wait import Wait
     from collective.native import Heads
 
 __all__ = ["PlainMessages"]

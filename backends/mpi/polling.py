@@ -11,7 +11,7 @@ from collective.request import in_thread
 from .library import leave_unfinished, waiting
 
 if TYPE_CHECKING:
-    from collective.backends.peers.channel import Wait
+    from collective.backends.peers.wait import Wait
 
 __all__ = ["POLLS", "finish", "settle", "spin"]
 

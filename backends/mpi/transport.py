@@ -39,7 +39,7 @@ from .polling import settle
 from .watchdog import agreed, watch
 
 if TYPE_CHECKING:
-    from collective.backends.peers.channel import Wait
+    from collective.backends.peers.wait import Wait
     from collective.contract.backend import Backend
     from collective.contract.world import World
     from collective.request import Request

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from collective.backends.peers import levels
-from collective.backends.peers.channel import Channel, Running
+from collective.backends.peers.channel import Channel
 from collective.backends.peers.handed import HandedStore
+from collective.backends.peers.wait import Running
 from collective.contract import registry
 from collective.contract.backend import Backend, Plan
 from collective.contract.failure import Failure

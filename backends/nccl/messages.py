@@ -61,7 +61,8 @@ from .hosting import step_of
 from .watch import Asked, Pending, Watch, failure_of
 
 if TYPE_CHECKING:
-    from collective.backends.peers.channel import Channel, Wait
+    from collective.backends.peers.channel import Channel
+    from collective.backends.peers.wait import Wait
     from collective.cuda import Stream
 
     from .engine import NcclComm

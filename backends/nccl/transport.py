@@ -45,7 +45,7 @@ from .opening import Meeting
 from .watch import Asked, Batch, Pending, Watch, failure_of
 
 if TYPE_CHECKING:
-    from collective.backends.peers.channel import Wait
+    from collective.backends.peers.wait import Wait
     from collective.contract.recorder import Recorder
     from collective.contract.world import World
     from collective.cuda import Device, Event, Stream

@@ -29,7 +29,8 @@ from collective.errors import (
 )
 
 if TYPE_CHECKING:
-    from collective.backends.peers.channel import Channel, Wait
+    from collective.backends.peers.channel import Channel
+    from collective.backends.peers.wait import Wait
     from collective.cuda import Event, Stream
 
     from .engine import NcclComm

@@ -1,4 +1,4 @@
-"""One communicator as the monitor sees it, and the checks of a call that waits."""
+"""One communicator as the monitor sees it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from collective.contract.backend import Note
 from collective.contract.failure import LONGER, Failure
 from collective.contract.recorder import Recorder
 from collective.contract.secret import Secret
-from collective.contract.stalls import look
 from collective.contract.store import Store
 from collective.contract.waits import (
     CLOSED,
@@ -40,13 +39,12 @@ from .link import Link, Message
 from .reports import last_call, last_call_of, make_report, waits_of
 from .standby import Standby
 from .unclosed import Unclosed, tell_dropped
+from .wait import SLICE_S, Running, Wait
 
-__all__ = ["WORLD", "Channel", "Running", "Wait"]
+__all__ = ["WORLD", "Channel"]
 
 #: The name of the communicator of all ranks.
 WORLD = "world"
-# How long a call waits until the hub compares the ranks' recorders, and until it compares again.
-_STALL_S = 1.0
 # Grace period after a rank has left: it may have sent the awaited message before it left.
 _GRACE_S = 0.5
 # How long the hub may take to conclude a comparison: longer than it waits for the ranks' reports.
@@ -59,11 +57,6 @@ _ALONE_S = 0.1
 # How long a call waits for the monitor's explanation when the engine fails: the hub reports a death
 # within milliseconds.
 _EXPLAIN_S = 1.0
-# Turns of a wait between two checks for news from the monitor (a power of two), and turns before
-# the wait sleeps. Until then it yields its core after each poll.
-_SPINS, _YIELDS = 16, 2000
-_SLEEP_FIRST_S, _SLEEP_LAST_S = 20e-6, 1e-3
-_SLICE_S = 0.1
 # Longest text of a peer's last call, in characters.
 _CALL = 200
 
@@ -385,7 +378,7 @@ class Channel:
             with self._reported:
                 if awaited <= self._acknowledged | lost:
                     return
-                self._reported.wait(deadline.at_most(_SLICE_S))
+                self._reported.wait(deadline.at_most(SLICE_S))
 
     def post(self, note: Note) -> None:
         """Tell the hub which call this rank waits in; the hub searches for circles."""
@@ -593,94 +586,6 @@ class Channel:
         failure = Failure.timed_out(self.rank, deadline.seconds, missing, absent, remedy)
         self.abort(failure)
         raise CollectiveTimeoutError(f"{where}: {failure.text} [rank {self.rank}]", failure.ranks)
-
-
-class Running:
-    """A call that waits, as the reports of this rank show it.
-
-    Attributes:
-        where, awaited: the call, and the ranks that it waits for; see :meth:`Channel.check`.
-        who: who makes the call.
-    """
-
-    __slots__ = ("__weakref__", "awaited", "where", "who")
-
-    def __init__(self, where: object, awaited: Sequence[int] | None, who: Caller) -> None:
-        self.where = where
-        self.awaited = awaited
-        self.who = who
-
-
-class Wait(Running):
-    """The wait of one call, made after the call's first polls were in vain.
-
-    Engines that are polled call :meth:`turn` between polls. Engines that block with a timeout
-    block for :meth:`slice` seconds and then call :meth:`check`. Both methods raise the errors of
-    :meth:`Channel.check`, and ``CollectiveTimeoutError`` when the deadline passes.
-    """
-
-    __slots__ = (
-        "_any_of",
-        "_channel",
-        "_deadline",
-        "_pause",
-        "_sequence",
-        "_shown",
-        "_turns",
-        "_until_compared",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        channel: Channel,
-        where: object,
-        deadline: Deadline,
-        awaited: Sequence[int] | None,
-        any_of: bool,
-        sequence: int | None,
-        who: Caller,
-    ) -> None:
-        super().__init__(where, awaited, who)
-        self._shown = False
-        self._deadline = deadline
-        self._sequence = sequence
-        self._any_of = any_of
-        self._channel = channel
-        self._until_compared = Deadline(_STALL_S)
-        self._turns = 0
-        self._pause = _SLEEP_FIRST_S
-
-    def turn(self) -> None:
-        """Let other threads and processes run: yield the core at first, sleep in a longer wait."""
-        self._turns = turns = self._turns + 1
-        if turns < _YIELDS:
-            # A check costs more than a poll, and the monitor seldom has news.
-            if turns & _SPINS - 1 == 0:
-                self.check()
-            os.sched_yield()
-            return
-        self.check()
-        time.sleep(self._pause)
-        self._pause = min(1.1 * self._pause, _SLEEP_LAST_S)
-
-    def slice(self) -> float:
-        """Return the seconds to block until the next :meth:`check`."""
-        return self._deadline.at_most(_SLICE_S)
-
-    def check(self) -> None:
-        """Raise if there is a reason to; once a second have the hub compare the recorders."""
-        channel = self._channel
-        channel.check(self.where, self.awaited, self._any_of, self._sequence)
-        channel.refuse_closed(self.where)
-        if not self._shown:
-            self._shown = True
-            channel._shown.add(self)
-        if self._deadline.expired:
-            channel.give_up(self.where, self._deadline, self.awaited, self._sequence, self.who)
-        if self._until_compared.expired:
-            self._until_compared = Deadline(_STALL_S)
-            channel.compare()
-            look(self._deadline)
 
 
 def _packed(failure: Failure) -> dict[str, Any]:
