@@ -33,11 +33,11 @@ from collective.platform import usable_cores
 from collective.request import Disagreement, Request
 
 from .board import Board
+from .failures import Reports
 from .fence import ORDERED, fence
 from .layout import (
     CALL_BYTES,
     CALLS,
-    FAILURE_BYTES,
     LINE,
     NOTE_BYTES,
     NOTICE_BYTES,
@@ -119,8 +119,8 @@ class Control:
         # The waits of this rank that its peers can read, and the board where they read them.
         self.waits: dict[object, Waiting] = {}
         self._waits_lock = threading.Lock()
-        # A signal handler may abort the communicator while its thread holds this lock.
-        self._failing = threading.RLock()
+        failures = self.layout.failures
+        self._reports = Reports(segment, rank, failures, _FAILED_AT, _FAILURE_LENGTH)
         self._board = Board(segment.map, rank, self.layout.waits, WAITS_BYTES, _WAITING)
         # Dropping the communicator does not mean that the process died. The descriptor of the
         # segment, and with it the lock, stays until the peers can read that it was dropped.
@@ -540,31 +540,11 @@ class Control:
 
     def fail(self, failure: Failure) -> None:
         """Break the communicator for all ranks; of several failures of a rank the first counts."""
-        # Several threads of this rank may fail at once, in calls of the foreground and background.
-        with self._failing:
-            if not self.words[self._line + _FAILED_AT]:
-                self._report(failure)
+        self._reports.write(failure)
         fence()
         # Write the flag last: a rank that sees the flag looks for a cause, and must find one.
         self.words[BROKEN] = 1
         self._wake()
-
-    def _report(self, failure: Failure) -> None:
-        """Write a failure where the peers look for causes."""
-        words, line = self.words, self._line
-        head = json.dumps([failure.kind, failure.rank, failure.ranks]).encode() + b"\n"
-        text = failure.text.encode(errors="backslashreplace")
-        room = FAILURE_BYTES - len(head)
-        if len(text) > room:  # keep the end of a traceback, which says most
-            text = b"..." + text[3 - room :]
-        raw = head + text
-        at = self.layout.failures[self.rank]
-        self.segment.map[at : at + len(raw)] = raw
-        words[line + _FAILURE_LENGTH] = len(raw)
-        fence()
-        # Write the time after the text and its length, which failure() reads as soon as the time is
-        # not 0. All processes of the host share this clock, so failure() finds the earliest cause.
-        words[line + _FAILED_AT] = time.monotonic_ns()
 
     def refuse(self, rank: int, what: str) -> NoReturn:
         """Break the communicator, since ``rank`` has written an impossible value to shared memory.
@@ -613,33 +593,8 @@ class Control:
 
     def failure(self, what: object) -> Exception:
         """Return the error for a call on the broken communicator: the earliest cause."""
-        words = self.words
-        causes: list[tuple[bool, int, Failure]] = []
-        fence()  # read the times after the flag, in the opposite order of fail()
-        for rank in range(self.size):
-            line = (1 + rank) * LINE
-            if at := words[line + _FAILED_AT]:
-                fence()
-                failure = self._failure_of(rank)
-                # If the code of a rank itself raised, that is a cause. The failures of other kinds
-                # may be consequences of it.
-                causes.append((failure.kind != "failed", at, failure))
-        if not causes:
-            text = "shared memory is damaged: its flag shows a failure, but no rank reported one"
-            causes.append((True, 0, Failure("aborted", self.rank, text)))
-        return min(causes, key=lambda cause: cause[:2])[2].error(str(what), self.rank)
-
-    def _failure_of(self, rank: int) -> Failure:
-        """Return the failure by which ``rank`` has broken the communicator."""
-        where, length = self.layout.failures[rank], self.words[(1 + rank) * LINE + _FAILURE_LENGTH]
-        raw = self.segment.map[where : where + min(max(length, 0), FAILURE_BYTES)]
-        head, _, text = raw.partition(b"\n")
-        try:
-            kind, reporter, ranks = json.loads(head)
-            fields = str(kind), int(reporter), text.decode(errors="ignore"), tuple(map(int, ranks))
-            return Failure(*fields)
-        except (TypeError, ValueError):
-            return Failure("aborted", rank, f"rank {rank} has failed, and its report is damaged")
+        fence()  # read the reports after the flag, in the opposite order of fail()
+        return self._reports.cause().error(str(what), self.rank)
 
 
 def _drop(segment: Segment, state: int, owner: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from collective.backends.shm import control as control_module
+from collective.backends.shm import failures as failures_module
 from collective.backends.shm.control import BROKEN, Control
 from collective.backends.shm.layout import LINE, Layout
 from collective.backends.shm.segment import Segment
@@ -40,9 +41,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[Control, Words]:
     """Return rank 0 of one rank, whose accesses are recorded as on a processor without order."""
     control = Control(Segment.create(Layout(1).nbytes), 0, 1)
     words = Words(control.words)
-    control.words = words  # type: ignore[assignment]
+    control.words = control._reports.words = words  # type: ignore[assignment]
     monkeypatch.setattr(control_module, "ORDERED", False)
-    monkeypatch.setattr(control_module, "fence", words.fence)
+    for module in (control_module, failures_module):
+        monkeypatch.setattr(module, "fence", words.fence)
     return control, words
 
 
