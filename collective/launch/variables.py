@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from collective.platform import usable_cores
 
-__all__ = ["cores_for_each", "python_path", "rank_variables", "restart_with", "shared_variables"]
+__all__ = [
+    "cores_for_each", "inherited", "python_path", "rank_variables", "restart_with",
+    "shared_variables",
+]  # fmt: skip
 
 
 def shared_variables(
@@ -110,3 +114,23 @@ def cores_for_each(size: int, cores: int | None = None) -> int:
     which leaves cores idle if there are fewer ranks than cores.
     """
     return max(1, (usable_cores() if cores is None else cores) // size)
+
+
+def inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of this process that ranks on other hosts get, too."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _OF_HOST and not name.startswith(_OF_HOST_PREFIXES)
+    }
+
+
+# Variables that describe this host, or this session on it.
+_OF_HOST = frozenset(
+    "_ DISPLAY HOME HOST HOSTNAME KRB5CCNAME LOGNAME MAIL OLDPWD PWD SHELL SHLVL SSH_AGENT_PID "
+    "TEMP TERM_SESSION_ID TMP TMPDIR USER WAYLAND_DISPLAY XAUTHORITY".split()
+)
+_OF_HOST_PREFIXES = (
+    "DBUS_", "SSH_", "XDG_", "SLURMD_", "SLURM_GTIDS", "SLURM_LAUNCH_NODE", "SLURM_LOCALID",
+    "SLURM_NODEID", "SLURM_PROCID", "SLURM_STEP", "SLURM_TASK_PID", "SLURM_TOPOLOGY", "PMI",
+)  # fmt: skip

@@ -24,7 +24,7 @@ import pytest
 import collective
 from collective.adapters.jax.xla.library import library
 from collective.errors import BackendUnavailableError, RendezvousError
-from collective.launch.hosts import cluster
+from collective.launch.hosts import cluster, connecting
 from collective.start.host_list import HostSlots
 from tests import warm
 from tests.support.interpreter import ROOT
@@ -390,14 +390,14 @@ def test_host_that_does_not_answer_is_named(
     ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\necho 'a banner' >&2\nexec sleep 600\n")
     ssh.chmod(0o700)
-    monkeypatch.setattr(cluster, "_START_S", 1.0)
+    monkeypatch.setattr(connecting, "_START_S", 1.0)
     site = cluster.Site(str(tmp_path), "", sys.executable, "", [str(ssh)])
     control, handle = os.pipe()
     hosts = [HostSlots("elsewhere.example", 1)]
     try:
         with (
             pytest.raises(RendezvousError) as caught,
-            cluster.connected(hosts, [], site, control),
+            connecting.connected(hosts, [], site, control),
         ):
             pass
     finally:

@@ -14,7 +14,8 @@ from collective.start.host_list import HostSlots
 from collective.start.tcp_store import StoreServer
 
 from ..variables import python_path
-from .cluster import Site, check_reachability, connected, store_address
+from .cluster import Site
+from .connecting import check_reachability, connected, store_address
 
 __all__ = ["HostReport", "check_hosts"]
 

@@ -22,17 +22,10 @@ from collective.start.tcp_store import StoreServer
 
 from ..attempts import run_attempts
 from ..supervisor import Replacing, Supervisor
-from ..variables import python_path, rank_variables, shared_variables
+from ..variables import inherited, python_path, rank_variables, shared_variables
 from ..watching import watch_over
-from .cluster import (
-    Cluster,
-    SignalledError,
-    Site,
-    check_reachability,
-    connected,
-    inherited,
-    store_address,
-)
+from .cluster import Cluster, SignalledError, Site
+from .connecting import check_reachability, connected, store_address
 from .supervisor import HostsSupervisor, places
 
 __all__ = ["launch_on_hosts"]
