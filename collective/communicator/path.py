@@ -181,7 +181,7 @@ class Path(_Gate):
 
         C records a call, runs its plan, and leaves everything else to the methods in Python; see
         :func:`collective.native.method`. C makes calls that move pieces only if the transport
-        compares calls by itself. If the ranks compare the results of a call, C makes only an
+        compares calls by itself. Of the calls whose results the ranks compare, C makes only
         ``all_reduce``.
         """
         if self.door is not None:
@@ -195,7 +195,7 @@ class Path(_Gate):
             self.door = native.door(self.recorder.ring, self.lane.queue, self.rank, self.size)
         self.door_of_pieces = None if self.agree_sizes or self.enqueues else self.door
         self.door_of_scatter = self.door_of_pieces if self.scatters_at_once else None
-        # Messages are compared in every case.
+        # Every message is compared, whatever the interval, and Python does that.
         self.exchange = None if observed or self.results else self.backend.exchange
 
     @property

@@ -39,8 +39,8 @@ static int has_result(const struct operation *operation)
     return operation->shape != NONE;
 }
 
-/* Whether C can make the next call of an operation; sets whether its results are compared. C compares
-   only those of an all_reduce, which all ranks have alike. */
+/* Whether C can make the next call of an operation; sets whether its results are compared. C
+   compares only those of an all_reduce, which are the same on all ranks. */
 static int can_make(const struct operation *operation, PyObject *ring, int *due)
 {
     *due = has_result(operation) && is_due(ring);
@@ -456,8 +456,8 @@ static int run_in_python(Door *door, const struct call *call, const struct found
     return state;
 }
 
-/* Returns the result of a call that has succeeded. If the ranks still have to compare their results,
-   Python does that, with the arguments in compare. */
+/* Returns the result of a call that has succeeded. If compare is not NULL, has Python compare the
+   ranks' results first; see run_compared(). */
 static PyObject *result_of(const struct call *call, PyObject *compare)
 {
     if (compare != NULL) {

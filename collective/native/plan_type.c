@@ -493,10 +493,11 @@ static PyObject *report_sums(const struct shared *s, const struct sums *sums)
                          s->all_announced ? (const char *)s->announced : NULL, nbytes);
 }
 
-/* Does the work of run_plan. If summed is not NULL, sets *summed to the report of the sums of what the
-   call copies to the result; or to NULL, if unlike is true and all ranks have announced the same. */
+/* Does the work of run_plan. If summed is not NULL, sets *summed to the report of the sums of what
+   the call copies to the result. If only_unlike is true and all ranks have announced the same sums,
+   leaves *summed as it is. */
 static int run_summed(PyObject *object, const struct view *src, const struct view *dst,
-                      PyObject *limit, PyObject *ring, PyObject **summed, int unlike)
+                      PyObject *limit, PyObject *ring, PyObject **summed, int only_unlike)
 {
     struct sums sums = {0, 0, 0};
     Plan *self = (Plan *)object;
@@ -565,7 +566,7 @@ static int run_summed(PyObject *object, const struct view *src, const struct vie
     over->unlocked = NULL;
     s->sums = NULL;
     record(over); /* a call that has failed before it arrived is not recorded yet */
-    int reports = !failed && summed != NULL && !(unlike && are_alike(s));
+    int reports = !failed && summed != NULL && !(only_unlike && are_alike(s));
     if (reports)
         *summed = report_sums(s, &sums);
     let_go(over);

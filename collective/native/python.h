@@ -188,8 +188,8 @@ int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type);
 void record_begin(PyObject *ring, PyObject *request, int compares);
 void record_end(PyObject *ring);
 
-/* Whether the ranks compare the results of the next call. Every call that C makes, and whose results the
-   ranks could compare, is counted when it has succeeded. */
+/* Whether the ranks compare the results of the next call; and count a call that has succeeded, whose
+   results the ranks could have compared. */
 int is_due(PyObject *ring);
 void count_call(PyObject *ring);
 
@@ -219,8 +219,8 @@ void free_ring(struct core *core);
 int run_plan(PyObject *plan, const struct view *src, const struct view *dst, PyObject *limit,
              PyObject *ring);
 
-/* Does the same for a call whose results the ranks compare. If they are not alike, or have not been
-   compared yet, sets *compare to a new tuple: the request, and what the plan's summed() returns. */
+/* Makes a call like run_plan, and compares the ranks' results if the plan can. If they differ, or have
+   not been compared yet, sets *compare to a new tuple: the request, and what summed() returns. */
 int run_compared(PyObject *plan, const struct view *src, const struct view *dst, PyObject *limit,
                  PyObject *ring, PyObject **compare);
 

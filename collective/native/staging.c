@@ -224,9 +224,9 @@ static int copy_block(const struct staging *c, uint64_t block, enum word announc
     return 0;
 }
 
-/* Announces the sums of this rank's result. READ, which the rank announces next, publishes them. So
-   the peers have them at the end of the call, without a message of their own. The fourth word tells
-   which call they belong to: a peer may want no sums.
+/* Writes the sums of this rank's result for the peers. READ, which the rank announces next,
+   publishes them. So the peers have them at the end of the call, without another message. The fourth
+   word tells to which call they belong, since a peer may want no sums, and write none.
 
    No peer still reads the words of an earlier call. This rank has received a block of this call from
    each peer, and a peer begins no call before it has read the words of the last one. */

@@ -164,7 +164,7 @@ class _Flipper:
             return None
         # A call that folds nothing uses both areas of a rank as one.
         blocks = self._area // _BLOCK_BYTES * (1 if folds else 2)
-        area = 2 * rank * self._area + (self._area if counter == _FOLDED_AT else 0)
+        area: int = 2 * rank * self._area + (self._area if counter == _FOLDED_AT else 0)
         return area + (announced - 1) % blocks * _BLOCK_BYTES + dice.randrange(_BLOCK_BYTES)
 
 
