@@ -116,7 +116,8 @@ class _Flipper:
     def __init__(self, comm: Communicator, seed: int) -> None:
         control: Any = comm.transport._control  # type: ignore[attr-defined]
         layout = control.layout
-        self._words, self._area = control.words, layout.area_bytes
+        self._words = control.words
+        self._area: int = layout.area_bytes
         length = 2 * comm.size * layout.area_bytes
         self._areas = np.frombuffer(control.segment.map, np.uint8, length, layout.areas)
         self._dice = random.Random(seed)
@@ -164,7 +165,7 @@ class _Flipper:
             return None
         # A call that folds nothing uses both areas of a rank as one.
         blocks = self._area // _BLOCK_BYTES * (1 if folds else 2)
-        area: int = 2 * rank * self._area + (self._area if counter == _FOLDED_AT else 0)
+        area = 2 * rank * self._area + (self._area if counter == _FOLDED_AT else 0)
         return area + (announced - 1) % blocks * _BLOCK_BYTES + dice.randrange(_BLOCK_BYTES)
 
 
