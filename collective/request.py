@@ -53,6 +53,7 @@ class Request:
         incoming: in ``all_to_all``, number of elements that come from each rank.
         alike: in ``all_to_all``, whether all ranks cut as this rank does, so that the same number
             of elements comes from each rank.
+        precedes: whether this is an operation that carries a message before the call itself.
     """
 
     # These are None in operations that do not have them.
@@ -63,7 +64,7 @@ class Request:
 
     __slots__ = (
         "_described", "alike", "digest", "dtype", "elements", "incoming", "op", "operation",
-        "options", "ordered", "root", "shape",
+        "options", "ordered", "precedes", "root", "shape",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +82,7 @@ class Request:
         **options: Any,
     ) -> None:
         self.alike = alike
+        self.precedes = False
         self.operation = operation
         self.dtype = dtype
         self.shape = shape
@@ -147,6 +149,7 @@ class Request:
         part = copy.copy(self)
         part.digest = Request(self.operation, root=self.root).digest
         part.operation = operation
+        part.precedes = True
         part.dtype = part.shape = None
         part._set(None, self.root, elements, None)
         return part

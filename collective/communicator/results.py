@@ -119,15 +119,24 @@ class Results:
         # A call that fails has failed on all ranks, or breaks the communicator. So the ranks count
         # only the calls that have succeeded. All ranks then have the same number of calls left,
         # whether C or Python has made a call.
-        ring = self._ring
-        if ring.left > 0:
+        if self._ring.left > 0:
             path.carry(planned, src, dst, deadline, True)
-            ring.left -= 1
+            self._count(planned.request)
             return
         with _telling_peers(path):
             checksums = run(path, planned, src, dst, deadline)
-        ring.left = ring.interval - 1
+        self._count(planned.request)
         _compare(path, planned.request, checksums, deadline)
+
+    def _count(self, request: Request) -> None:
+        # The head of a call is compared if its call is due, but it is no call.
+        if not request.precedes:
+            self.count()
+
+    def count(self) -> None:
+        """Count a call that has succeeded."""
+        ring = self._ring
+        ring.left = ring.left - 1 if ring.left > 0 else ring.interval - 1
 
     def compare(
         self, path: _Path, request: Request, report: _Report, dst: Buffer, deadline: Deadline

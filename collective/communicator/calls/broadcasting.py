@@ -139,6 +139,8 @@ class _Broadcasting(Call):
             failure = Failure("mismatch", path.rank, message)
             path.backend.abort(failure)
             raise failure.error("broadcast", path.rank)
+        if path.results is not None and head.inline(int(head.words[2])) is not None:
+            path.results.count()  # the call is complete: no operation follows this one
         return head
 
     def root_header(self, headers: Sequence[Header]) -> Header:
