@@ -43,7 +43,7 @@ __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange"
            "see_tensors", "shared", "status", "sums", "switch", "turn", "viewer"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
-PROTOCOL = 19
+PROTOCOL = 20
 
 #: Bytes of a head, and bytes of it that can hold the elements of a short array.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
@@ -402,20 +402,26 @@ def see_tensors(tensor: Any, parameter: type) -> None:
         extension.see_tensors(functions, tensor, parameter)
 
 
-def see_frozen(frozen: type, read: Callable[[Any], Any], wrap: Callable[[Any], Any]) -> None:
+def see_frozen(
+    frozen: type, read: Callable[[Any], Any], wrap: Callable[[Any], Any], place: str
+) -> None:
     """Let C make small calls on arrays that never change, which saves calls into Python.
 
-    C makes the call on NumPy's array that ``read`` returns. Only the first class counts.
+    C makes the call on NumPy's array that ``read`` returns. Only the first class counts. If the
+    place of an array is the same object as that of the last array that ``read`` has read, C calls
+    :func:`numpy.asarray` instead. So ``read`` may refuse an array for its place, or call that
+    function, and do nothing else.
 
     Args:
         frozen: class of the arrays. C takes arrays of exactly this class.
         read: function that returns NumPy's array over the memory of an array. For any other result,
             or an exception, Python makes the call.
         wrap: function that returns the framework's array for a new NumPy array, a result.
+        place: name of the attribute that says where an array is. Its value never changes.
     """
     extension, _ = _load()
     if extension is not None:
-        extension.see_frozen(frozen, read, wrap)
+        extension.see_frozen(frozen, read, wrap, place)
 
 
 def viewer() -> Callable[[Any], tuple[Any, ...] | None] | None:

@@ -63,7 +63,8 @@ enum argument { X, OUT, OP, ORDER, ROOT, TIMEOUT, ASYNC, COUNTS, AXIS, ARGUMENTS
     EACH(PyObject, is_neg) EACH(PyObject, is_conj) EACH(PyObject, new_empty)                       \
     EACH(PyObject, name_dtype) EACH(PyObject, name_base) EACH(PyObject, untyped_storage)           \
     EACH(PyTypeObject, frozen_type) /* exactly this; NULL until see_frozen() */                    \
-    EACH(PyObject, read_frozen) EACH(PyObject, wrap_frozen)
+    EACH(PyObject, read_frozen) EACH(PyObject, wrap_frozen) EACH(PyObject, name_place)             \
+    EACH(PyObject, known_place) EACH(PyObject, asarray)
 
 struct dl_exchange;
 
@@ -143,7 +144,8 @@ int is_numpy(const struct core *core, PyObject *array);
 /* Makes an array with the class and dtype of another array, and with the shape of a view. */
 PyObject *new_array(const struct core *core, PyObject *like, const struct view *view);
 
-/* Does the same for a NumPy array whose memory a framework can use without a copy. */
+/* Does the same for a NumPy array whose memory a framework can use without a copy, unless it is so
+   short that the framework copies it in less time. */
 PyObject *aligned_array(const struct core *core, PyObject *like, const struct view *view);
 
 /* Returns the fold of an operator, by its name, for a dtype, by its code; NULL if there is none. */

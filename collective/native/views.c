@@ -264,17 +264,21 @@ PyObject *new_array(const struct core *core, PyObject *like, const struct view *
     return made;
 }
 
-/* Alignment that XLA requires of memory that it uses without a copy, in bytes. A copy takes XLA much
-   longer than a small call. */
+/* Alignment that XLA requires of memory that it uses without a copy, in bytes. */
 #define ALIGNMENT 64
+/* Up to this many bytes, XLA copies an array in less time than it takes to make and to hold aligned
+   memory. */
+#define COPIED_BYTES (16 << 10)
 
 PyObject *aligned_array(const struct core *core, PyObject *like, const struct view *view)
 {
-    PyObject *shape = shape_of(view), *dtype = PyObject_GetAttr(like, core->name_dtype);
     /* Only the shape and the dtype of the view are those of the new array. */
     size_t nbytes = item_bytes[view->dtype];
     for (int i = 0; i < view->ndim; i++)
         nbytes *= (size_t)view->shape[i];
+    if (nbytes <= COPIED_BYTES)
+        return new_array(core, like, view);
+    PyObject *shape = shape_of(view), *dtype = PyObject_GetAttr(like, core->name_dtype);
     PyObject *room = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(nbytes + ALIGNMENT));
     PyObject *made = NULL;
     if (shape != NULL && dtype != NULL && room != NULL) {
@@ -309,29 +313,58 @@ static PyObject *see_tensors(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Whether the last array that Python has read had this very object as its place. */
+static int is_known_place(const struct core *core, PyObject *place)
+{
+    int known;
+    Py_BEGIN_CRITICAL_SECTION(core->module);
+    known = core->known_place == place;
+    Py_END_CRITICAL_SECTION();
+    return known;
+}
+
+static void know_place(const struct core *core, PyObject *place)
+{
+    struct core *state = PyModule_GetState(core->module);
+    PyObject *old;
+    Py_BEGIN_CRITICAL_SECTION(core->module);
+    old = state->known_place;
+    state->known_place = Py_NewRef(place);
+    Py_END_CRITICAL_SECTION();
+    Py_XDECREF(old);
+}
+
 PyObject *thawed(const struct core *core, PyObject *array)
 {
     if (Py_TYPE(array) != __atomic_load_n(&core->frozen_type, __ATOMIC_ACQUIRE))
         return NULL;
-    PyObject *made = PyObject_CallFunctionObjArgs(core->read_frozen, array, NULL);
+    PyObject *place = PyObject_GetAttr(array, core->name_place), *made = NULL;
+    /* Arrays at one place usually share the object, so C asks Python only for another object. */
+    int known = place != NULL && is_known_place(core, place);
+    if (place != NULL)
+        made = PyObject_CallFunctionObjArgs(known ? core->asarray : core->read_frozen, array, NULL);
     if (made == NULL)
         PyErr_Clear(); /* Python raises the error again */
     else if (!is_numpy(core, made))
         Py_CLEAR(made);
+    else if (!known)
+        know_place(core, place);
+    Py_XDECREF(place);
     return made;
 }
 
-/* see_frozen(type, read, wrap) */
+/* see_frozen(type, read, wrap, place) */
 static PyObject *see_frozen(PyObject *module, PyObject *args)
 {
-    PyObject *type, *read, *wrap;
+    PyObject *type, *read, *wrap, *place;
     struct core *core = PyModule_GetState(module);
-    if (!PyArg_ParseTuple(args, "O!OO:see_frozen", &PyType_Type, &type, &read, &wrap))
+    if (!PyArg_ParseTuple(args, "O!OOU:see_frozen", &PyType_Type, &type, &read, &wrap, &place))
         return NULL;
     Py_BEGIN_CRITICAL_SECTION(module);
     if (core->frozen_type == NULL) {
         core->read_frozen = Py_NewRef(read);
         core->wrap_frozen = Py_NewRef(wrap);
+        core->name_place = Py_NewRef(place);
         __atomic_store_n(&core->frozen_type, (PyTypeObject *)Py_NewRef(type), __ATOMIC_RELEASE);
     }
     Py_END_CRITICAL_SECTION();
@@ -353,7 +386,7 @@ static PyMethodDef functions[] = {
      "see_tensors(exchange_api, Tensor, Parameter, /)\n--\n\n"
      "Let C view tensors of exactly these classes, too."},
     {"see_frozen", see_frozen, METH_VARARGS,
-     "see_frozen(type, read, wrap, /)\n--\n\n"
+     "see_frozen(type, read, wrap, place, /)\n--\n\n"
      "Let C make calls on arrays of exactly this class, which never change."},
     {"view", see_array, METH_O,
      "view(array, /)\n--\n\n"
@@ -390,10 +423,11 @@ int add_views(PyObject *module, struct core *core)
     PyObject *numpy = PyImport_ImportModule("numpy");
     core->ndarray = numpy ? (PyTypeObject *)PyObject_GetAttrString(numpy, "ndarray") : NULL;
     core->empty = numpy ? PyObject_GetAttrString(numpy, "empty") : NULL;
+    core->asarray = numpy ? PyObject_GetAttrString(numpy, "asarray") : NULL;
     if (core->ndarray != NULL)
         find_descrs(core, numpy);
     Py_XDECREF(numpy);
-    if (core->ndarray == NULL || core->empty == NULL
+    if (core->ndarray == NULL || core->empty == NULL || core->asarray == NULL
         || (core->is_neg = PyUnicode_InternFromString("is_neg")) == NULL
         || (core->is_conj = PyUnicode_InternFromString("is_conj")) == NULL
         || (core->new_empty = PyUnicode_InternFromString("new_empty")) == NULL

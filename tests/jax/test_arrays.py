@@ -167,10 +167,16 @@ def test_result_of_a_call_is_aligned_for_xla() -> None:
     assert run_ranks(2, _addresses) == [0, 0]
 
 
+def _forget() -> None:
+    """Have the adapter look for the device and the functions of JAX again."""
+    for cached in (arrays._home, arrays._home_maker, arrays._maker):
+        cached.cache_clear()
+
+
 def test_public_functions_make_the_same_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     lib = importlib.import_module("jax._src.lib")
     monkeypatch.setattr(lib, "xla_client", object())
-    arrays._maker.cache_clear()
+    _forget()
     try:
         adapter = adapter_like("jax")
         for name in ("float32", "float64", "bfloat16", "int64", "bool"):
@@ -181,7 +187,7 @@ def test_public_functions_make_the_same_arrays(monkeypatch: pytest.MonkeyPatch) 
             assert str(x.dtype) == name
             assert x.unsafe_buffer_pointer() == memory.__array_interface__["data"][0]
     finally:
-        arrays._maker.cache_clear()
+        _forget()
 
 
 def test_result_without_a_cpu_device_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,12 +195,12 @@ def test_result_without_a_cpu_device_names_the_variable(monkeypatch: pytest.Monk
         raise RuntimeError("unknown backend cpu")
 
     monkeypatch.setattr(jax, "local_devices", refuse)
-    arrays._home.cache_clear()
+    _forget()
     try:
         with pytest.raises(DeviceError, match="JAX_PLATFORMS"):
             adapter_like("jax").wrap(np.ones(2), BY_NAME["float64"])
     finally:
-        arrays._home.cache_clear()
+        _forget()
 
 
 def test_donation_during_a_call_leaves_the_input_as_it_was() -> None:

@@ -14,8 +14,13 @@ from collective.testing import RankPool
 
 
 class Frozen:
+    place = "here"
+
     def __init__(self, array):
         self.array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array if isinstance(self.array, np.ndarray) else 1 / 0
 
 
 class Adapter(arrays.Adapter):
@@ -28,19 +33,23 @@ class Adapter(arrays.Adapter):
         return Frozen(array)
 
 
-starts = []  # where the results of calls in C begin in a line of the cache
+starts = []  # bytes of the results of calls in C, and where they begin in a line of the cache
+places = []  # places of the arrays that C has Python read
 
 
 def read(x):
+    places.append(x.place)
+    if x.place == "far":
+        return None
     return x.array if isinstance(x.array, np.ndarray) else 1 / 0 if x.array == "raise" else None
 
 
 def wrap(array):
-    starts.append(array.__array_interface__["data"][0] % 64)
+    starts.append((array.nbytes, array.__array_interface__["data"][0] % 64))
     return Frozen(array)
 
 
-native.see_frozen(Frozen, read, wrap)
+native.see_frozen(Frozen, read, wrap, "place")
 arrays.known[Frozen] = Adapter()
 
 
@@ -75,11 +84,19 @@ def job(comm):
             pass
         else:
             raise AssertionError(wrong)
-    before = sys.getrefcount(x), sys.getrefcount(x.array)
+    before = sys.getrefcount(x), sys.getrefcount(x.array), sys.getrefcount(Frozen.place)
     for _ in range(100):
         comm.all_reduce(x)
-    assert (sys.getrefcount(x), sys.getrefcount(x.array)) == before
-    return set(starts)
+    after = sys.getrefcount(x), sys.getrefcount(x.array), sys.getrefcount(Frozen.place)
+    assert after == before
+    places.clear()
+    for place in ("here", "there", "there", "far", "far", "there", "here"):
+        there = Frozen(x.array)
+        there.place = place
+        total = comm.all_reduce(there)
+        assert total.array.tolist() == (2 * x.array).tolist()
+    assert type(comm.all_reduce(Frozen(np.ones(8192)))) is Frozen
+    return places, [start for nbytes, start in starts if nbytes > 16 << 10]
 
 
 if __name__ == "__main__":

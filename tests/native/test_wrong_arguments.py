@@ -146,7 +146,7 @@ right = {
     "read_head": [np.zeros(1024, np.uint8), np.ones(3)],
     "fold": [np.ones(3), np.ones(3)], "see_tensors": [object(), type, int],
     "make_schedule": ["sum", 11, 2, 0, 1, bytes(12)], "run": [[np.ones(3)] * 2, [np.ones(3)]],
-    "see_frozen": [dict, repr, repr],
+    "see_frozen": [dict, repr, repr, "place"],
 }
 for turn in range(4000):
     function = random.choice(callables)
