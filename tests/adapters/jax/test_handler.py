@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from collective.adapters.jax.xla.library import handler, runner
 from collective.communicator import Communicator
 from collective.communicator.repeated import RepeatedCall
 from collective.errors import BackendUnavailableError
+from collective.request import in_thread
 from tests.support.on_ranks import on_ranks, ranks_of
 
 library_module = sys.modules[library.__module__]
@@ -236,6 +238,29 @@ _ROUNDS, _ROUND_S = 20, 1.0
 
 class Timespec(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+@pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
+@on_ranks("pool")
+def test_recorder_keeps_the_same_call_of_several_programs_once(comm: Communicator) -> None:
+    x, out = np.ones(256), np.zeros(256)
+    run = ctypes.cast(runner(), Run)
+    (kept,) = (
+        thing for thing in gc.get_referents(comm._path.recorder.ring) if isinstance(thing, dict)
+    )
+    lengths = []
+    for number in range(20):
+        repeated = RepeatedCall(comm, (number, -1))
+        in_thread.site = "line 3 of a program"
+        try:
+            repeated.make(lambda: comm.all_reduce(x, out=out), x, out)
+        finally:
+            in_thread.site = None
+        for _ in range(50):
+            assert run(number, -1, x.ctypes.data, out.ctypes.data) == 0
+        repeated.forget()
+        lengths.append(len(kept))
+    assert lengths == [lengths[0]] * 20
 
 
 @pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
