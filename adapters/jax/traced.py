@@ -231,8 +231,9 @@ def _made(number: int, source: int | None, target: int | None) -> int | None:
         entry = _entries.get(number)
         if entry is None:
             raise UnsupportedError(
-                "jax: a call that this process did not compile. Let JAX compile the program "
-                "instead of loading an executable."
+                "jax: a call that this process did not compile, or whose compiled function is "
+                "gone. Let JAX compile the program instead of loading an executable, and keep the "
+                "function."
             )
         in_thread.site = entry.call.site
         try:

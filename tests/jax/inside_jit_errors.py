@@ -1,5 +1,6 @@
 """Failures of calls inside jit: argument 1 names which; every rank prints its error."""
 
+import gc
 import os
 import sys
 
@@ -38,6 +39,14 @@ def shard_map():
     return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec))(a)
 
 
+def collected():
+    executable = jax.jit(one).lower(jnp.ones(3)).compile().runtime_executable()
+    jax.clear_caches()
+    gc.collect()  # the compiled function, which keeps its calls
+    token = jnp.zeros(0, bool)
+    executable.execute_sharded([token, jnp.ones(3)]).block_until_ready()
+
+
 turns = {
     "differ": lambda: jax.jit(one if comm.rank == 0 else two)(jnp.ones(3)),
     "shapes": lambda: jax.jit(one)(jnp.ones(3 + comm.rank)),
@@ -47,6 +56,7 @@ turns = {
     "scan forward": lambda: jax.jvp(F.scan, (jnp.ones(3),), (jnp.ones(3),)),
     "and": lambda: jax.grad(lambda a: F.all_reduce(a, op="band").sum())(jnp.ones(3)),
     "stored": lambda: serialize_executable.serialize(jax.jit(one).lower(jnp.ones(3)).compile()),
+    "collected": collected,
     "op": lambda: F.all_reduce(jnp.ones(3), op="median"),
     "rank": lambda: F.recv(like=jnp.ones(3)),
     "none": lambda: F.broadcast(None),

@@ -3,6 +3,10 @@
 ::
 
     collective run -n 4 --jax tests/jax/random_programs.py --seed 7 --programs 10000
+    COLLECTIVE_INSECURE=1 COLLECTIVE_INTERFACE=lo collective run -n 4 --jax \\
+        --backend hierarchical tests/jax/random_programs.py --hosts 2
+
+With ``--hosts N`` the processes claim to be on N hosts.
 
 All processes draw the same programs. A program's mesh has some or all of the devices, in any order.
 Processes without a device in the mesh go on to the next program. The numbers are small integers, so
@@ -14,7 +18,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import os
 import random
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -186,7 +192,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--programs", type=int, default=100)
+    parser.add_argument("--hosts", type=int, default=1)
     options = parser.parse_args()
+    if options.hosts > 1:
+        place, size = int(os.environ["COLLECTIVE_RANK"]), int(os.environ["COLLECTIVE_SIZE"])
+        socket.gethostname = lambda: f"host-{place * options.hosts // size}"
     jax.distributed.initialize()
     rng = random.Random(options.seed)
     wrong = 0

@@ -89,10 +89,16 @@ def test_loaded_executable_is_refused_by_name(tmp_path: Path) -> None:
         assert "UnsupportedError: jax: a communicator whose first device is 0" in line
 
 
-@pytest.mark.parametrize(("size", "seed"), [(3, 1), (4, 2)])
-def test_random_programs_equal_numpy(size: int, seed: int) -> None:
-    done = launched(size, "random_programs.py", "--seed", seed, "--programs", 40)
-    assert lines(done) == [f"[{rank}] 40 programs, 0 wrong" for rank in range(size)]
+@pytest.mark.parametrize(
+    ("backend", "size", "hosts", "programs"),
+    [("shm", 3, 1, 40), ("shm", 4, 1, 40), ("hierarchical", 3, 2, 20)],
+)
+def test_random_programs_equal_numpy(backend: str, size: int, hosts: int, programs: int) -> None:
+    done = launched(
+        size, "random_programs.py", "--seed", size, "--programs", programs, "--hosts", hosts,
+        backend=backend, COLLECTIVE_INTERFACE="lo", COLLECTIVE_INSECURE="1",
+    )  # fmt: skip
+    assert lines(done) == [f"[{rank}] {programs} programs, 0 wrong" for rank in range(size)]
 
 
 @pytest.mark.parametrize(("backend", "size"), [("shm", 2), ("shm", 4), ("gloo", 2)])
