@@ -206,9 +206,11 @@ freethreaded: .venv/.dev
 	$(BIN)/python -m pytest tests/native/test_free_threads.py
 
 # Needs Debian with qemu-user and a cross compiler, and a network at its first run. It says what is
-# missing. All options: python -m tests.native.aarch64 --help
+# missing. The words in AARCH64 go to the program: make aarch64 AARCH64="--parts kit --core off". All
+# options: python -m tests.native.aarch64 --help
+AARCH64 ?=
 aarch64: .venv/bin/python
-	$(BIN)/python -m tests.native.aarch64
+	$(BIN)/python -m tests.native.aarch64 $(AARCH64)
 
 parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 	.mpi/mpich/bin/python -m collective parity --random 200 --seed 7 --train --splits \
