@@ -19,6 +19,7 @@
 #   make soak     random calls, aliases, kills and mutated messages, for hours: see docs/failures.md
 #   make sanitize run the native core's ranks as threads, under the compiler's sanitizers
 #   make freethreaded  build a Python without a GIL, with this package, in .freethreaded, and test it
+#   make musl     build a Python for musl, with this package's wheel, in .musl, and test it
 #   make aarch64  run the native core and the conformance kit for AArch64 under QEMU, for an hour or more
 #   make parity   compare every transport and framework here with an oracle: parity.html
 #   make bench    compare with three MPI libraries and Gloo (installs them into .mpi)
@@ -57,7 +58,7 @@ while sleep 1; kill -0 $$job 2>/dev/null; do \
 wait $$job
 endef
 
-.PHONY: demo demo-chainer demo-splits clients docs test test-all quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean aarch64 pythons test-jax soak-jax test-clusters demo-jax test-ray
+.PHONY: demo demo-chainer demo-splits clients docs test test-all quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean aarch64 musl pythons test-jax soak-jax test-clusters demo-jax test-ray
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -204,6 +205,13 @@ FREETHREADED ?=
 freethreaded: .venv/.dev
 	tests/native/freethreaded.sh .freethreaded $(FREETHREADED)
 	$(BIN)/python -m pytest tests/native/test_free_threads.py
+
+# Needs gcc and apt. The kit runs outside of this folder, so that Python imports the installed wheel.
+musl: .venv/bin/python
+	tests/native/musl.sh .musl
+	cd .musl && bin/python3 -m collective doctor
+	cd .musl && for core in on off; do for transport in shm threads; do \
+	COLLECTIVE_NATIVE=$$core bin/python3 -m collective.testing $$transport --sizes 2,3; done; done
 
 # Needs Debian with qemu-user and a cross compiler, and a network at its first run. It says what is
 # missing. The words in AARCH64 go to the program: make aarch64 AARCH64="--parts kit --core off". All
@@ -353,6 +361,6 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	@touch $@
 
 clean:
-	rm -rf .venv .mpi .clients .freethreaded .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache .aarch64 .pythons .jax .jax-new .clusters .ray
+	rm -rf .venv .mpi .clients .freethreaded .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache .aarch64 .musl .pythons .jax .jax-new .clusters .ray
 	rm -f collective/native/*.so adapters/jax/*.so adapters/jax/xla/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,35 +12,16 @@ set -eu -o pipefail
 prefix=$(mkdir -p "$1" && cd "$1" && pwd)
 root=$(cd "$(dirname "$0")/../.." && pwd)
 shift
-packages="sid:python3.14 forky:python3.14 trixie:python3.13"
+source "$root/tests/native/debian_source.sh"
 # A process under the thread sanitizer ends with an error if the sanitizer has found anything. Here
 # only the build matters.
 export TSAN_OPTIONS="report_bugs=0"
 
-fetch() { # downloads the source with settings and lists of its own
-    local mirror apt=$prefix/build/apt
-    mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' | head -1)
-    mkdir -p "$apt/lists/partial"
-    for package in $packages; do
-        echo "deb-src [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]" \
-            "$mirror ${package%:*} main" > "$apt/sources.list"
-        local options="-q -o Dir::Etc::sourcelist=$apt/sources.list -o Dir::Etc::sourceparts=-
-            -o Dir::State::lists=$apt/lists -o APT::Sandbox::User=root"
-        if apt-get $options update > /dev/null \
-            && (cd "$prefix/build" && apt-get $options source --tar-only --download-only \
-                "${package#*:}/${package%:*}") > /dev/null 2>&1; then
-            CPYTHON=$(echo "$prefix"/build/python3*.orig.tar.*)
-            return
-        fi
-        echo "The mirror has no source of ${package#*:} in ${package%:*}."
-    done
-    exit 1
-}
-
 if [ ! -e "$prefix/bin/python3" ]; then
     rm -rf "$prefix/build"
     mkdir -p "$prefix/build/python"
-    [ -n "${CPYTHON-}" ] || fetch
+    [ -n "${CPYTHON-}" ] || CPYTHON=$(fetch "$prefix/build/apt" \
+        sid:python3.14 forky:python3.14 trixie:python3.13)
     tar xf "$CPYTHON" -C "$prefix/build/python" --strip-components 1
     cd "$prefix/build/python"
     ./configure --quiet --disable-gil --disable-test-modules --prefix="$prefix" "$@" > ../log
