@@ -1,8 +1,8 @@
 """The native core is compiled for musl, the C library of Alpine Linux, and its ranks run with it.
 
 The tests need musl-gcc (Debian's package musl-tools). They take no Python that was built for musl:
-the core is linked, and its protocols run in programs whose ranks are threads. ``make musl`` runs the
-whole package in such a Python.
+the core is linked, and its protocols run in programs whose ranks are threads. ``make musl`` runs
+the whole package in such a Python.
 """
 
 from __future__ import annotations
