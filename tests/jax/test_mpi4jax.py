@@ -55,7 +55,7 @@ def test_tests_of_mpi4jax_pass(source: Path, size: int, tmp_path: Path) -> None:
         source / "tests" / "collective_ops", *(source / "tests" / name for name in others),
         "-c", "/dev/null", "-p", "patience", "-p", "no:cacheprovider", "-rf", "--tb=short",
         "--timeout=200", cwd=tmp_path, timeout=850.0,
-        COLLECTIVE_TIMEOUT="60", PYTHONPATH=f"{SHIM}:{ROOT}",
+        COLLECTIVE_TIMEOUT="60", PYTHONPATH=f"{SHIM}:{ROOT}", TMPDIR=str(tmp_path),
     )  # fmt: skip
     for rank in range(size):
         output = "\n".join(re.findall(rf"^\[{rank}\] (.*)$", done.stdout, re.MULTILINE))
