@@ -424,10 +424,11 @@ int add_views(PyObject *module, struct core *core)
     core->ndarray = numpy ? (PyTypeObject *)PyObject_GetAttrString(numpy, "ndarray") : NULL;
     core->empty = numpy ? PyObject_GetAttrString(numpy, "empty") : NULL;
     core->asarray = numpy ? PyObject_GetAttrString(numpy, "asarray") : NULL;
-    if (core->ndarray != NULL)
-        find_descrs(core, numpy);
+    int found = core->ndarray != NULL && core->empty != NULL && core->asarray != NULL;
+    if (found)
+        find_descrs(core, numpy); /* clears errors */
     Py_XDECREF(numpy);
-    if (core->ndarray == NULL || core->empty == NULL || core->asarray == NULL
+    if (!found
         || (core->is_neg = PyUnicode_InternFromString("is_neg")) == NULL
         || (core->is_conj = PyUnicode_InternFromString("is_conj")) == NULL
         || (core->new_empty = PyUnicode_InternFromString("new_empty")) == NULL

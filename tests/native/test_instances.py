@@ -72,7 +72,7 @@ def run(code):
 _ALONE = """
 import sys, types
 numpy = types.ModuleType("numpy")
-numpy.ndarray, numpy.empty = type("ndarray", (), {}), None
+numpy.ndarray, numpy.empty, numpy.asarray = type("ndarray", (), {}), None, None
 numpy.zeros = numpy.dtype = lambda *args: numpy.ndarray()
 sys.modules["numpy"] = numpy
 package = types.ModuleType("collective")
@@ -153,6 +153,13 @@ def test_calls_go_on_after_another_import(program: str) -> None:
 def test_subinterpreter_is_refused_by_one_line() -> None:
     shown = printed("-c", f"import collective\n{_SUBINTERPRETER}\nrun('import collective')")
     assert "collective: NumPy, which collective needs, cannot be imported in a sub" in shown
+
+
+def test_core_without_a_function_of_numpy_names_that() -> None:
+    code = _ALONE.replace("PATH", repr(str(ROOT / "collective"))).replace(", numpy.asarray", "")
+    code = code.replace(", None, None", ", None")
+    shown = printed("-c", f"{_SUBINTERPRETER}\nrun({code!r})")
+    assert "module 'numpy' has no attribute 'asarray'" in shown
 
 
 def test_core_in_another_interpreter_shares_no_object() -> None:

@@ -33,8 +33,7 @@ QUICK = """
     contract/recorder contract/registry contract/work memory/arrays
     memory/dlpack memory/dtypes memory/nested meta/rooms
     package/errors package/ops start/choice start/config
-    testing/kit training/splits/windows training/compression
-    training/gradients training/pipelines
+    testing/kit training/splits/windows training/gradients training/pipelines
 """.split()
 
 #: Files that ``make test`` omits. Their tests run whole programs: benchmarks, examples, pages of
@@ -48,7 +47,7 @@ OMITTED = """
     adapters/torch/shards_elastic adapters/torch/transports
     backends/mpi/cuda_aware backends/mpi/long_arrays
     docs/pages docs/site elastic/shard_training launch/clusters launch/several_hosts
-    meta/broken_transports platform/without_linux
+    meta/broken_transports native/musl platform/without_linux
     system/benchmarks system/examples system/gpu_suite system/hosts system/launchers
     system/packaging system/torch_suite system/training_examples
     testing/mpi_ranks tools/bench_command tools/cli_ending tools/doctor tools/parity
@@ -78,8 +77,9 @@ SLOW = """
 #: library; and programs that take seconds for a single fact.
 _OMITTED = re.compile(
     r"_of_\d+_pass|_with_compared_results|old_nccl_passes|lopsided|pair_and_single|single_host_passes"
-    r"|open_?mpi|sanitizers_report|interpreter_exits|outlive_interpreter|torch_compile|compiled_module"
-    r"|fork_children_may_end|split_in_turn_of_random|checkers_report|compiles_all_modules"
+    r"|open_?mpi|over_mpi|sanitizers_report|versions_in_between|interpreter_exits"
+    r"|outlive_interpreter|torch_compile|compiled_module|fork_children_may_end"
+    r"|split_in_turn_of_random|checkers_report|compiles_all_modules"
 )
 
 #: Transports that repeat facts outside of ``tests/backends``.
