@@ -25,7 +25,7 @@ _TESTS = Path(__file__).resolve().parents[1]
 #: Files that ``make quick`` runs: in each folder the tests that need no other transports than
 #: threads, shared memory and the loopback, no launcher and no GPU fake.
 QUICK = """
-    adapters/chainer/functional adapters/chainer/optimizer
+    adapters/chainer/optimizer
     adapters/cupy/arrays adapters/torch/ddp adapters/torch/functional
     algorithms/arithmetic algorithms/conformance algorithms/costs algorithms/moves
     backends/shm/conformance backends/shm/ring backends/shm/transport backends/conformance
