@@ -57,9 +57,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 preload(["tests.support.preloaded"])
 
 # Parts of test names that stand for other transports, settings or numbers of ranks: not quick.
-_NOT_QUICK = re.compile(
-    r"gloo|mpich|openmpi|hierarchical|_of_8|compared_results|single_copy|\b(threads|shm|loopback)-[148]\b"
-)
+_NOT_QUICK = re.compile(r"gloo|mpich|hierarchical|single_copy|\b(threads|shm|loopback)-[148]\b")
 
 
 @pytest.fixture

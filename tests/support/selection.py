@@ -75,7 +75,7 @@ SLOW = """
 #: Parts of the names of tests that ``make test`` omits in the files that it runs: a conformance
 #: suite again, with another number or place of ranks or another setting; tests with a second MPI
 #: library; and programs that take seconds for a single fact.
-_OMITTED = re.compile(
+_OMITTED_NAMES = re.compile(
     r"_of_\d+_pass|_with_compared_results|old_nccl_passes|lopsided|pair_and_single|single_host_passes"
     r"|open_?mpi|over_mpi|sanitizers_report|versions_in_between|interpreter_exits"
     r"|outlive_interpreter|torch_compile|compiled_module|fork_children_may_end"
@@ -124,7 +124,9 @@ def one_of_each(
 def _repeats(item: pytest.Item) -> bool:
     """Say whether the name of a test tells that ``make test`` omits it."""
     room = key(item.path).partition("/")[0]
-    return bool(_OMITTED.search(item.name) or (room != "backends" and _ELSEWHERE.search(item.name)))
+    return bool(
+        _OMITTED_NAMES.search(item.name) or (room != "backends" and _ELSEWHERE.search(item.name))
+    )
 
 
 def _ranks(item: pytest.Item) -> int | None:
