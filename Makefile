@@ -115,15 +115,19 @@ CLIENTS_ENV = PATH="$(CURDIR)/.clients/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDI
 clients: .clients/.compiled
 	$(CLIENTS_ENV) .clients/bin/python -m pytest tests/clients
 
-# Random JAX programs, for an hour, the reduce-scatters of jax#40830, and starts. A short run is
-# make soak-jax PROGRAMS=200 TURNS=30 STARTS=3.
-PROGRAMS ?= 10000
+# Random JAX programs, as many for each transport and number of ranks: 10,008 in all. Then the
+# reduce-scatters of jax#40830, and starts. A short run is
+# make soak-jax PROGRAMS=20 TURNS=30 STARTS=3.
+PROGRAMS ?= 1112
 TURNS ?= 1500
 STARTS ?= 100
 SEED ?= 1
 soak-jax: .jax/.done
-	.jax/bin/python -m collective run -n 3 --jax tests/jax/random_programs.py --seed $(SEED) --programs $(PROGRAMS)
-	.jax/bin/python -m collective run -n 4 --jax tests/jax/random_programs.py --seed $(SEED) --programs $(PROGRAMS)
+	for ranks in 2 3 4; do for transport in "shm 1" "gloo 1" "hierarchical 2"; do \
+	set -- $$transport; \
+	COLLECTIVE_INSECURE=1 COLLECTIVE_INTERFACE=lo .jax/bin/python -m collective run -n $$ranks --jax \
+	--backend $$1 tests/jax/random_programs.py --seed $(SEED) --programs $(PROGRAMS) --hosts $$2 || exit 1; \
+	done; done
 	.jax/bin/python -m collective run -n 4 --jax tests/jax/reduce_scatters.py --turns $(TURNS)
 	for start in $$(seq $(STARTS)); do .jax/bin/python -m collective run -n 2 --jax tests/jax/starts.py x || exit 1; done
 

@@ -1,7 +1,8 @@
 """A sum that the last process does not make as the others do; prints each process's errors.
 
-The argument is what the last process does: ``kill``, ``late`` or ``differ``; with ``forced`` every
-process has two devices.
+The argument is what the last process does: ``kill``, ``late`` or ``differ``. With ``forced`` every
+process has two devices. With ``elsewhere`` XLA makes the communicators over its Gloo, although the
+plug-in announces them.
 """
 
 from __future__ import annotations
@@ -16,11 +17,24 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
+def announce_in_vain() -> None:
+    """Announce the cliques of all programs to a plug-in that XLA does not call."""
+    from collective.adapters.jax.xla.calls import Calls
+    from collective.adapters.jax.xla.cliques import install
+    from collective.adapters.jax.xla.world import connect_processes
+
+    install(Calls(connect_processes(), None))
+
+
 def main() -> None:
     fault = sys.argv[1]
     if fault == "forced":
         jax.config.update("jax_num_cpu_devices", 2)
+    if fault == "elsewhere":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize()
+    if fault == "elsewhere":
+        announce_in_vain()
     rank, size = jax.process_index(), jax.process_count()
     mesh = Mesh(np.array(jax.devices()), ("i",))
     sharding = NamedSharding(mesh, PartitionSpec("i"))
@@ -37,7 +51,7 @@ def main() -> None:
         )  # fmt: skip
 
     call = mapped(lax.psum)
-    if fault != "forced":
+    if fault not in ("forced", "elsewhere"):
         for _ in range(5):
             call(ones).block_until_ready()
         if rank == size - 1:

@@ -177,6 +177,13 @@ def test_two_devices_in_a_process_are_refused_by_name() -> None:
         assert text.startswith("jax: this process has 2 devices in one program")
 
 
+def test_communicator_that_xla_makes_without_the_plugin_is_refused_by_name() -> None:
+    found = errors(launched(2, "failures.py", "elsewhere"), "first")
+    assert found.keys() == {0, 1}
+    for _, text in found.values():
+        assert text.startswith("jax: XLA did not make a communicator for processes [0, 1] when")
+
+
 def test_program_without_arguments_finds_its_number_as_main() -> None:
     assert lines(launched(2, "starts.py", "x")) == [f"[{r}] __main__ ['x'] 6.0" for r in range(2)]
 
