@@ -109,6 +109,12 @@ def our_side(comm: Any, page: str) -> list[Any]:
         import torch
 
         scope["torch"] = torch
+    if "jnp." in "".join(names(page).values()):
+        import jax.numpy as jnp
+
+        from collective.adapters.jax import functional
+
+        scope |= {"jnp": jnp, "f": functional}
     return results(page, [row.ours for row in rows(page)], scope)
 
 
@@ -149,7 +155,8 @@ def under_mpiexec(page: str) -> None:
 # -- the tests ------------------------------------------------------------------------------
 
 PAGES = sorted(path.stem for path in FOLDER.glob("*.md"))
-ROWS = [row for page in PAGES for row in rows(page)]
+# Those of mpi4jax need JAX, so tests/jax/test_pages.py runs them.
+ROWS = [row for page in PAGES if page != "mpi4jax" for row in rows(page)]
 MPI = ("mpi4py", "chainermn")
 
 

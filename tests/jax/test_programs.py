@@ -194,16 +194,6 @@ def test_program_that_names_an_address_runs_under_our_launcher() -> None:
     ]
 
 
-def test_program_of_the_page_prints_the_output_shown(tmp_path: Path) -> None:
-    blocks = re.findall(r"```text\n(.*?)```", (ROOT / "docs/jax-plugin.md").read_text(), re.DOTALL)
-    program, shown = blocks[:2]
-    (tmp_path / "total.py").write_text(program)
-    done = run_python(
-        "-m", "collective", "run", "-n", 2, "--jax", tmp_path / "total.py", timeout=DEADLINE_S
-    )
-    assert lines(done) == [line for line in shown.splitlines() if not line.startswith("$")]
-
-
 def started_by_hand(exports: dict[str, str], *options: str) -> list[CompletedProcess[str]]:
     """Run two processes that any launcher could have started, with two variables."""
     address = f"127.0.0.1:{free_port()}"
