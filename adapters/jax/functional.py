@@ -18,11 +18,16 @@ Each docstring gives ``∂L/∂x_r``.
   tangent of a result is ``Σ_r ∂y/∂x_r · t_r``, where ``t_r`` is the tangent that rank ``r`` passes.
 - ``vmap`` makes one call with all elements. All ranks have to map over the same number. For
   gradients of each element, differentiate the mapped function: ``grad`` of ``vmap``.
-- A program runs on one device of its process. Several devices are refused.
+- A program runs on one CPU device of its process. Several devices, and GPUs, are refused.
+- JAX runs programs in the background. Calls of :class:`Communicator` on the same communicator wait
+  until the programs have ended that their thread has started.
+- ``jax.checkpoint`` is refused: it would make the calls a second time, on this rank only if other
+  ranks do not use it.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,7 +104,8 @@ def reduce(x: Any, comm: Communicator | None = None, root: int = 0, op: str = "s
     """
     comm = comm_or_current(comm, "reduce")
     _check_op("reduce", op)
-    at_root, x = _at_root("reduce", comm, root), jnp.asarray(x)
+    root, x = _check_rank("reduce", comm, "root", root), jnp.asarray(x)
+    at_root = comm.rank == root
     return _fold(
         x, x.shape if at_root else (), op,
         _call("reduce", comm, delegate=not at_root, root=root),
@@ -149,10 +155,10 @@ def broadcast(x: Any, comm: Communicator | None = None, root: int = 0) -> jax.Ar
         RankError: there is no such root. InvalidArgumentError: ``x`` is None.
     """
     comm = comm_or_current(comm, "broadcast")
-    at_root, x = _at_root("broadcast", comm, root), _given("broadcast", x)
+    root, x = _check_rank("broadcast", comm, "root", root), _given("broadcast", x)
     return bind(
         x, _call("broadcast", comm, root=root),
-        _call("reduce", comm, delegate=not at_root, root=root, op="sum"), x.shape,
+        _call("reduce", comm, delegate=comm.rank != root, root=root, op="sum"), x.shape,
     )  # fmt: skip
 
 
@@ -212,7 +218,8 @@ def gather(
         As :func:`all_gather`. RankError: there is no such root.
     """
     comm = comm_or_current(comm, "gather")
-    at_root, (x, axis) = _at_root("gather", comm, root), _along("gather", x, axis)
+    root, (x, axis) = _check_rank("gather", comm, "root", root), _along("gather", x, axis)
+    at_root = comm.rank == root
     lengths = _gathered("gather", comm, x, axis, counts)
     return bind(
         x, _call("gather", comm, delegate=not at_root, root=root, axis=axis),
@@ -250,11 +257,11 @@ def scatter(
             add up to it. InvalidArgumentError: ``x`` is None.
     """
     comm = comm_or_current(comm, "scatter")
-    at_root, (x, axis) = _at_root("scatter", comm, root), _along("scatter", x, axis)
+    root, (x, axis) = _check_rank("scatter", comm, "root", root), _along("scatter", x, axis)
     pieces = _cut("scatter", comm, x, axis, counts)
     return bind(
         x, _scatter(comm, root, axis, pieces),
-        _call("gather", comm, delegate=not at_root, root=root, axis=axis),
+        _call("gather", comm, delegate=comm.rank != root, root=root, axis=axis),
         _with(x, axis, pieces[comm.rank]),
     )  # fmt: skip
 
@@ -361,7 +368,7 @@ def send(x: Any, dst: int, comm: Communicator | None = None, tag: int = 0) -> ja
         RankError: there is no such rank.
     """
     comm = comm_or_current(comm, "send")
-    _check_rank("send", comm, "dst", dst)
+    dst = _check_rank("send", comm, "dst", dst)
     return bind(
         jnp.asarray(x), _call("send", comm, delegate=True, dst=dst, tag=tag),
         _call("recv", comm, src=dst, tag=tag), (),
@@ -397,11 +404,12 @@ def recv(
         RankError: ``src`` is no rank.
     """
     comm = comm_or_current(comm, "recv")
-    _check_rank("recv", comm, "src", src)
+    src = _check_rank("recv", comm, "src", src)
     template = _template(like)
     if after is not None:
-        # A sum with one element, so that the result depends on it under every transformation.
-        template = template + 0 * jnp.ravel(jnp.asarray(after))[0].astype(template.dtype)
+        # Add zero times the sum, so that the result depends on it under every transformation.
+        zero = 0 * jnp.sum(jnp.asarray(after)).astype(template.dtype)
+        template = (template + zero).astype(template.dtype)
     return bind(
         template, _call("recv", comm, src=src, tag=tag),
         _call("send", comm, delegate=True, dst=src, tag=tag), template.shape,
@@ -429,8 +437,8 @@ def sendrecv(
         RankError: ``dst`` or ``src`` is no rank. InvalidArgumentError: ``like`` has another dtype.
     """
     comm = comm_or_current(comm, "sendrecv")
-    _check_rank("sendrecv", comm, "dst", dst)
-    _check_rank("sendrecv", comm, "src", src)
+    dst = _check_rank("sendrecv", comm, "dst", dst)
+    src = _check_rank("sendrecv", comm, "src", src)
     x = jnp.asarray(x)
     if like is not None and like.dtype != x.dtype:
         raise InvalidArgumentError(
@@ -452,7 +460,8 @@ def barrier(comm: Communicator | None = None) -> None:
         comm: ranks that take part; None: those of the current communicator.
     """
     comm = comm_or_current(comm, "barrier")
-    bind(jnp.zeros((), np.uint8), _call("barrier", comm, delegate=True), None, ())
+    done = bind(jnp.zeros((), np.uint8), _call("barrier", comm, delegate=True), None, ())
+    jax.block_until_ready(done)  # outside jit: JAX makes the call in the background
 
 
 # -- helpers -----------------------------------------------------------------------------------
@@ -520,17 +529,21 @@ def _check_op(name: str, op: str) -> None:
         raise InvalidArgumentError(f"{name}: op={op!r} (expected one of {', '.join(NAMES)})")
 
 
-def _check_rank(name: str, comm: Communicator, which: str, rank: int) -> None:
+def _check_rank(name: str, comm: Communicator, which: str, rank: Any) -> int:
+    """Return a rank as an integer, which an array of JAX's may have been."""
+    try:
+        rank = operator.index(rank)
+    except TypeError:
+        raise RankError(
+            f"{name}: {which} is {rank!r} (expected an integer), on rank {comm.rank}. Inside jit, "
+            "pass a number that is known when JAX traces the call."
+        ) from None
     if not 0 <= rank < comm.size:
         raise RankError(
             f"{name}: {which}={rank} is no rank of this communicator (expected 0 to "
             f"{comm.size - 1}), on rank {comm.rank}. Inside jit, name the rank."
         )
-
-
-def _at_root(name: str, comm: Communicator, root: int) -> bool:
-    _check_rank(name, comm, "root", root)
-    return comm.rank == root
+    return rank
 
 
 def _along(name: str, x: Any, axis: int) -> tuple[Any, int]:

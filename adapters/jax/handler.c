@@ -5,14 +5,16 @@
    (jaxlib 0.10.2) and 0.5 (jaxlib 0.12) agree in every field that this file reads. Fields behind
    those are left out. So one build serves all versions, and Python's headers are not needed. */
 
+#include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Version of the functions that this library and Python call of each other; as in library.py. */
-EXPORTED const int collective_interface = 1;
+EXPORTED const int collective_interface = 2;
 
 typedef struct Extension {
     size_t struct_size;
@@ -100,10 +102,25 @@ typedef struct {
 } Frame;
 enum { EXECUTE = 3 };
 
-/* Make the call of this number. The result is NULL, or the text of an error, which lives until the
-   thread's next call. */
-typedef const char *call_function(int64_t number, const void *in, void *out);
+/* Make the call of this number. The result is ~ticket if the call was made; else the function has
+   called collective_ffi_fail(). If an exception leaves a function that ctypes calls, its result is
+   whatever was in memory. So the ticket differs from call to call. */
+typedef int64_t call_function(int64_t ticket, int64_t number, const void *in, void *out);
 static call_function *make_call;
+static __thread int64_t tickets;
+/* Text of the last error of a call in this thread, or NULL, and whether it was a
+   KeyboardInterrupt. */
+static __thread char *failure;
+static __thread int interrupted;
+
+/* Keep the text of an error for XLA. Python's own memory of a thread that Python did not start is
+   gone before XLA reads the text. */
+EXPORTED void collective_ffi_fail(const char *text, int by_interrupt)
+{
+    free(failure);
+    failure = strdup(text);
+    interrupted = by_interrupt;
+}
 
 /* Make the call of two numbers without Python, if the core can. The result is 0, or another number
    if make_call must make the call, or report its failure; see collective/native/unlocked.c. */
@@ -159,6 +176,15 @@ EXPORTED void *collective_ffi_call(Frame *frame)
     void *out = frame->results.buffers[0]->data;
     if (run != NULL && run(number, -1, in, out) == 0)
         return NULL;
-    const char *text = make_call(number, in, out);
-    return text == NULL ? NULL : fail(frame->api, text);
+    int64_t ticket = ++tickets;
+    if (make_call(ticket, number, in, out) == ~ticket)
+        return NULL;
+    if (interrupted)
+        raise(SIGINT); /* JAX raises an ordinary error. Python raises the interrupt after it. */
+    void *error = fail(frame->api, failure ? failure : "collective: a call failed and left no text: it was "
+                                                          "interrupted, or there is no memory");
+    free(failure);
+    failure = NULL;
+    interrupted = 0;
+    return error;
 }

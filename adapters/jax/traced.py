@@ -2,7 +2,10 @@
 
 Calls have an ordered effect: XLA makes them in the order of the program, also inside ``scan``,
 ``cond`` and ``while_loop``. ``handler.c`` gets a call's number from XLA, and calls
-:func:`_made` with it.
+:func:`_make_call` with it.
+
+XLA runs a program in the background. The program's later calls outside ``jit`` on the same
+communicator wait for it: see :func:`_drain`.
 
 The primitive's parameters name a call and its adjoint, which are linear. JAX differentiates with
 both: a tangent goes through the call, and a gradient goes through the adjoint.
@@ -10,14 +13,15 @@ both: a tangent goes through the call, and a gradient goes through the adjoint.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import itertools
-import math
 import threading
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +33,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from collective.communicator import Communicator
-from collective.communicator.repeated import RepeatedCall
+from collective.communicator.repeated import RepeatedCall, view
 from collective.errors import CollectiveError, UnsupportedError
 from collective.request import in_thread
 
@@ -89,8 +93,11 @@ class _Ordered(effects.Effect):  # type: ignore[misc,unused-ignore]
     def __hash__(self) -> int:
         return hash(_Ordered)
 
-    def __repr__(self) -> str:  # JAX's refusal of several devices prints it
-        return "calls of collective.adapters.jax.functional: each rank may use one device"
+    def __repr__(self) -> str:  # JAX's refusals of several devices and of remat print it
+        return (
+            "ordered calls of collective.adapters.jax.functional, which need one device for each "
+            "rank and cannot be made twice, as jax.checkpoint would"
+        )
 
     __str__ = __repr__
 
@@ -157,73 +164,112 @@ def _transposed(g: Any, x: Any, *, call: Call, adjoint: Call, shape: tuple[int, 
 def _lower(ctx: Any, x: Any, *, call: Call, adjoint: Call | None, shape: tuple[int, ...]) -> Any:
     """Lower to a custom call whose last operand and result are the effect's token."""
     (aval,) = ctx.avals_in
-    entry = _entered(call, aval.shape, shape, np.dtype(aval.dtype))
-    ctx.module_context.add_keepalive(entry)
+    executable = _Executable()
+    number = _enter(call, aval.shape, shape, np.dtype(aval.dtype), executable)
+    ctx.module_context.add_keepalive(executable)
     inner = ctx.replace(
         avals_in=(aval, core.abstract_token), avals_out=(*ctx.avals_out, core.abstract_token)
     )
     rule = jax.ffi.ffi_lowering(_TARGET, has_side_effect=True)
-    result, token = rule(inner, x, ctx.tokens_in.get(_EFFECT), call=np.int64(entry.number))
+    result, token = rule(inner, x, ctx.tokens_in.get(_EFFECT), call=np.int64(number))
     ctx.set_tokens_out(mlir.TokenSet({_EFFECT: token}))
     return [result]
+
+
+def _refuse(ctx: Any, x: Any, *, call: Call, **_: Any) -> Any:
+    """Refuse to lower for other platforms than the CPU."""
+    raise UnsupportedError(
+        f"{call.name}: a call inside jit for {', '.join(ctx.module_context.platforms)}; only the "
+        "CPU can make it. Compile the program for jax.devices('cpu'), or make the call outside jit."
+    )
 
 
 ad.primitive_jvps[_primitive] = _forward
 ad.primitive_transposes[_primitive] = _transposed
 batching.primitive_batchers[_primitive] = _batch
 mlir.register_lowering(_primitive, _lower, platform="cpu")
+mlir.register_lowering(_primitive, _refuse)
 
 
 # -- calls by number, which XLA makes ----------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Entry:
-    """Call of a compiled program, which keeps it alive: with the shapes and dtype of its arrays."""
+    """Call of a compiled program: with the shapes and dtype of its arrays."""
 
     call: Call
-    given: tuple[int, ...]
+    input_shape: tuple[int, ...]
     shape: tuple[int, ...]
-    kind: np.dtype[Any]
+    dtype: np.dtype[Any]
     number: int
     repeated: RepeatedCall
 
 
-_entries: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
+class _Executable:
+    """Object that an executable keeps alive."""
+
+
+class _Thread(threading.local):
+    """State of a thread: whether it makes a call for XLA."""
+
+    makes = False
+
+
+_entries: dict[int, _Entry] = {}
+# Entries of executables that are gone. XLA may still run their programs in the background.
+_released: deque[_Entry] = deque()
+# Number of released entries at which this module waits for the programs.
+_MOST_RELEASED = 64
 _ordinals = itertools.count()
-_of_thread = threading.local()
 # The second number of every call, for the native core; as in handler.c.
 _SECOND = -1
+_thread = _Thread()
 
 
-def _entered(
-    call: Call, given: tuple[int, ...], shape: tuple[int, ...], kind: np.dtype[Any]
-) -> _Entry:
-    """Give a call a number, which is in no other program's executable except by its description.
+def _enter(
+    call: Call,
+    input_shape: tuple[int, ...],
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    executable: _Executable,
+) -> int:
+    """Make an entry for a call of an executable, and return its number.
 
-    An executable that another process stored has that process's numbers. So a number has the
-    checksum of what the call does to memory, which must not be done with other arrays.
+    The number combines a checksum of the call with an ordinal. So an executable that another
+    process stored, with that process's numbers, cannot make a call on arrays of other shapes.
     """
-    facts = (call.name, call.arguments, call.delegate, given, shape, str(kind))
+    if len(_released) >= _MOST_RELEASED:
+        _drain()
+    facts = (call.name, call.arguments, call.delegate, input_shape, shape, str(dtype))
     number = zlib.crc32(repr(facts).encode()) << 31 | next(_ordinals)
-    repeated = RepeatedCall(call.comm, (number, _SECOND), clears=call.delegate)
-    _entries[number] = entry = _Entry(call, given, shape, kind, number, repeated)
-    weakref.finalize(entry, repeated.forget).atexit = False
-    return entry
+    repeated = RepeatedCall(call.comm, (number, _SECOND), clears=call.delegate, drain=_drain)
+    entry = _entries[number] = _Entry(call, input_shape, shape, dtype, number, repeated)
+    weakref.finalize(executable, _released.append, entry).atexit = False
+    return number
 
 
-def _view(address: int | None, shape: tuple[int, ...], kind: np.dtype[Any]) -> Array:
-    """Return XLA's buffer at an address as an array, without a copy."""
-    nbytes = math.prod(shape) * kind.itemsize
-    if not address or not nbytes:
-        return np.empty(shape, kind)
-    memory: Any = (ctypes.c_char * nbytes).from_address(address)
-    flat: Array = np.frombuffer(memory, np.uint8).view(kind)
-    return flat.reshape(shape)
+def _drain() -> None:
+    """Wait until the compiled programs have ended that this thread has started.
+
+    Otherwise a call of the program and one of XLA would race for the communicator. With equal
+    shapes and operators on all ranks, one would get the numbers of the other. A failed program does
+    not raise its error here: its results do.
+    """
+    if _thread.makes:
+        return  # XLA makes this call
+    ended = list(_released)
+    with contextlib.suppress(Exception):
+        jax.effects_barrier()
+    for entry in ended:
+        with contextlib.suppress(ValueError):  # another thread has removed it
+            _released.remove(entry)
+        _entries.pop(entry.number, None)
+        entry.repeated.forget()
 
 
-def _made(number: int, source: int | None, target: int | None) -> int | None:
-    """Make a call for XLA; return None, or the address of the text of an error.
+def _make_call(ticket: int, number: int, source: int | None, target: int | None) -> int:
+    """Make a call for XLA; return what ``call_function`` in ``handler.c`` returns.
 
     The handler makes later calls of this number by itself, if the native core can.
     """
@@ -235,21 +281,38 @@ def _made(number: int, source: int | None, target: int | None) -> int | None:
                 "gone. Let JAX compile the program instead of loading an executable, and keep the "
                 "function."
             )
-        in_thread.site = entry.call.site
+        x = view(source, entry.input_shape, entry.dtype)
+        out = view(target, entry.shape, entry.dtype)
+        in_thread.site, _thread.makes = entry.call.site, True
         try:
-            x, out = _view(source, entry.given, entry.kind), _view(target, entry.shape, entry.kind)
             entry.repeated.make(functools.partial(entry.call.make, x, out), x, out)
         finally:
-            in_thread.site = None  # the slot in C outlives the thread
-        return None
+            # The slot in C outlives the thread.
+            in_thread.site, _thread.makes = None, False
+        return ~ticket
     except BaseException as error:  # C cannot receive an exception
         text = str(error) if isinstance(error, CollectiveError) else repr(error)
-        _of_thread.text = ctypes.create_string_buffer(f"{type(error).__name__}: {text}".encode())
-        return ctypes.addressof(_of_thread.text)
+        _library().collective_ffi_fail(
+            f"{type(error).__name__}: {text}".encode(errors="replace"),
+            isinstance(error, KeyboardInterrupt),
+        )
+        return ticket
 
 
-_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
-_function = _FUNCTION(_made)  # lives as long as the process
+_FUNCTION = ctypes.CFUNCTYPE(
+    ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
+)
+_function = _FUNCTION(_make_call)  # lives as long as the process
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """Return the library of the handler.
+
+    Raises:
+        BackendUnavailableError: the handler is not built.
+    """
+    return ctypes.CDLL(str(handler()))
 
 
 @functools.cache
@@ -259,7 +322,7 @@ def _register() -> None:
     Raises:
         BackendUnavailableError: the handler is not built.
     """
-    library = ctypes.CDLL(str(handler()))
+    library = _library()
     library.collective_ffi_install(_function, runner())
     jax.ffi.register_ffi_target(
         _TARGET, jax.ffi.pycapsule(library.collective_ffi_call), platform="cpu"

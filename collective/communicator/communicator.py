@@ -1216,7 +1216,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         lifecycle.close(self, Deadline(self.timeout))
 
     def leave(self) -> None:
-        """Close the transports of this communicator and its groups, without waiting.
+        """Close the transports of this communicator and its groups, without waiting for a rank.
 
         It is for the end of a process, or of a thread that is a rank. Programs call :meth:`close`.
         """

@@ -144,12 +144,15 @@ def fail(comm: Comm, cause: BaseException | Failure) -> None:
 
 
 def leave(comm: Comm) -> None:
-    """Close the transports of ``comm`` and its groups, without waiting."""
+    """Close the transports of ``comm`` and its groups; see ``Communicator.leave``."""
     for child in list(comm._children):
         leave(child)
-    if not comm._path.closed:
+    path = comm._path
+    if not path.closed:
+        if path.drain is not None:
+            path.drain()
         comm._succession.end_arrivals()
-        comm._path.backend.close()
+        path.backend.close()
 
 
 # -- a fork -------------------------------------------------------------------------------

@@ -126,6 +126,9 @@ class Path(_Gate):
         gpu: this rank's GPU, known once a call has had an array on it.
         lane, lanes: thread queue that runs collective calls in the background; and one for the
             messages of each direction, peer and tag.
+        drain: function that waits until the calls have ended that another library makes in the
+            background, as XLA does; None if no library does. Such calls and the program's own calls
+            must reach the transport in one order on all ranks. So the program's calls wait.
         broken: the error by which a call of this rank found the communicator broken, or None.
         closed: whether the communicator is closed, so that no more calls may be made.
     """
@@ -134,6 +137,7 @@ class Path(_Gate):
     door: Door | None
     door_of_pieces: Door | None
     door_of_scatter: Door | None
+    door_of_library: Door | None
     exchange: native.Exchange | None
     lanes: dict[Any, Lane]
 
@@ -170,8 +174,9 @@ class Path(_Gate):
         backend.observe(self.recorder)
         self.closed = False
         self._capture: _Capture | None = None
+        self.drain: Callable[[], None] | None = None
         self.opened = 0
-        self.door = None
+        self.door_of_library = None
         self.open_doors()
 
     # -- plain calls in C ---------------------------------------------------------------
@@ -184,8 +189,8 @@ class Path(_Gate):
         compares calls by itself. Of the calls whose results the ranks compare, C makes only
         ``all_reduce``.
         """
-        if self.door is not None:
-            self.door.lock()
+        if self.door_of_library is not None:
+            self.door_of_library.lock()
         self.opened += 1
         self.watched = self._is_watched()
         observed = bool(self.closed or self.listeners.all or self._capture)
@@ -197,6 +202,10 @@ class Path(_Gate):
         self.door_of_scatter = self.door_of_pieces if self.scatters_at_once else None
         # Every message is compared, whatever the interval, and Python does that.
         self.exchange = None if observed or self.results else self.backend.exchange
+        self.door_of_library = self.door_of_scatter
+        if self.drain is not None:
+            # The program's calls wait first, which Python does.
+            self.door = self.door_of_pieces = self.door_of_scatter = self.exchange = None
 
     @property
     def scatters_at_once(self) -> bool:
@@ -318,6 +327,8 @@ class Path(_Gate):
             timeout: seconds; by default the communicator's timeout.
             async_op: if true, return a ``Work`` at once.
         """
+        if self.drain is not None:
+            self.drain()
         prepared = call.prepared()
         seconds = self.timeout if timeout is None else self.check_timeout(timeout)
         return self.go(prepared, seconds, async_op)
@@ -346,6 +357,8 @@ class Path(_Gate):
 
     def go_again(self, call: Runnable, seconds: float, async_op: bool) -> Any:
         """Run a call again that was prepared before; refuse it if the communicator is closed."""
+        if self.drain is not None:
+            self.drain()
         if not self.plans:  # close() has dropped the plans and the transport
             self.backend.refuse_broken(call.operation)
         return self.go(call, seconds, async_op)
@@ -445,6 +458,8 @@ class Path(_Gate):
             message: the call, not prepared yet.
             timeout, async_op: as in :meth:`make`.
         """
+        if self.drain is not None:
+            self.drain()
         seconds = self.timeout if timeout is None else self.check_timeout(timeout)
         if not async_op:
             result = message.exchanged(seconds)
@@ -594,7 +609,17 @@ class Path(_Gate):
             self.fail_halfway(error)
             raise
 
-    # -- listeners, and closing -----------------------------------------------------------
+    # -- other libraries, listeners, and closing -------------------------------------------
+
+    def share(self, drain: Callable[[], None]) -> None:
+        """Let another library make calls in the background.
+
+        Args:
+            drain: function that waits until these calls have ended.
+        """
+        if self.drain is not drain:
+            self.drain = drain
+            self.open_doors()
 
     def listen(self, listener: Listener) -> None:
         """Notify ``listener`` of every call from now on."""
@@ -613,6 +638,8 @@ class Path(_Gate):
 
     def close(self, deadline: Deadline) -> None:
         """Wait for the calls in the background, then refuse all further calls."""
+        if self.drain is not None:
+            self.drain()
         for lane in (self.lane, *self.lanes.values()):
             lane.close(deadline)
         self.shut()

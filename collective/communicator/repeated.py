@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +18,32 @@ if TYPE_CHECKING:
     from .communicator import Communicator
     from .planned import Planned
 
-__all__ = ["RepeatedCall"]
+__all__ = ["RepeatedCall", "view"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # Which of the two arrays that the library passes a plan reads or writes.
 _NEITHER, _IN, _OUT = -1, 0, 1
+
+
+@functools.lru_cache(maxsize=512)
+def _memory(nbytes: int) -> Any:
+    return ctypes.c_char * nbytes
+
+
+def view(address: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return a library's array at an address, without a copy.
+
+    Args:
+        address: address of the first element; None or 0 for an array without elements.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not nbytes:
+        return np.empty(shape, dtype)
+    if not address:
+        raise ValueError(f"an array of {nbytes} bytes at no address")
+    # NumPy knows bfloat16 and its like only by name, so view the bytes first.
+    flat: Array = np.frombuffer(_memory(nbytes).from_address(address), np.uint8).view(dtype)
+    return flat.reshape(shape)
 
 
 class RepeatedCall:
@@ -35,12 +59,21 @@ class RepeatedCall:
         clears: whether the library's output is zero after the call, which does not write it.
         turn: lock that the caller of :meth:`make` holds, from :func:`collective.native.turn`, if
             several threads of the library use the communicator.
+        drain: function that waits until the library's calls have ended, if it makes them in the
+            background while the program makes other calls; see :class:`Path`.
     """
 
     def __init__(
-        self, comm: Communicator, key: tuple[int, int], clears: bool = False, turn: Any = None
+        self,
+        comm: Communicator,
+        key: tuple[int, int],
+        clears: bool = False,
+        turn: Any = None,
+        drain: Callable[[], None] | None = None,
     ) -> None:
         self._path = comm._path
+        if drain is not None:
+            self._path.share(drain)
         self._key = key
         self._clears = clears
         self._turn = turn
@@ -59,13 +92,13 @@ class RepeatedCall:
         if error is not None:
             path.capture(call, error)
             return
-        door = path.door_of_scatter
+        door = path.door_of_library
         if door is None or self._tried == path.opened:
             call()
             return
         self._tried = path.opened
         carried = path.capture(call)
-        if len(carried) == 1 and path.door_of_scatter is door:
+        if len(carried) == 1 and path.door_of_library is door:
             planned, src, dst = carried[0]
             arrays = _arrays(planned, src, dst, x, out, self._clears, path.rank)
             if arrays is not None:

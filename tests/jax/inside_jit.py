@@ -253,5 +253,6 @@ def released():
 reference = released()
 jax.clear_caches()
 gc.collect()
+comm.barrier()  # waits for programs in the background
 check("communicator of a program that is gone", reference() is None, True)
 print(f"[{rank}] {checks} checks, {wrong} wrong", flush=True)

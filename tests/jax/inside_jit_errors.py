@@ -43,6 +43,7 @@ def collected():
     executable = jax.jit(one).lower(jnp.ones(3)).compile().runtime_executable()
     jax.clear_caches()
     gc.collect()  # the compiled function, which keeps its calls
+    comm.barrier()  # waits for programs in the background, and forgets the calls of those gone
     token = jnp.zeros(0, bool)
     executable.execute_sharded([token, jnp.ones(3)]).block_until_ready()
 
@@ -60,6 +61,9 @@ turns = {
     "op": lambda: F.all_reduce(jnp.ones(3), op="median"),
     "rank": lambda: F.recv(like=jnp.ones(3)),
     "none": lambda: F.broadcast(None),
+    "array as rank": lambda: jax.jit(lambda root: F.broadcast(jnp.ones(3), root=root))(0),
+    "checkpoint": lambda: jax.grad(jax.checkpoint(lambda a: one(a).sum()))(jnp.ones(3)),
+    "platform": lambda: jax.jit(one).trace(jnp.ones(3)).lower(lowering_platforms=("cuda",)),
     "counts": lambda: F.reduce_scatter(jnp.ones(3), counts=[1, 1]),
 }
 try:

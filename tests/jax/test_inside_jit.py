@@ -48,8 +48,8 @@ def test_python_makes_only_the_first_of_repeated_calls() -> None:
     [
         ("differ", r"MismatchError: all_\w+: .*inside_jit_errors.py:\d+ in one .*:\d+ in two"),
         ("shapes", r"MismatchError: all_reduce: .*float32\[3\].*float32\[4\]"),
-        ("devices", "collective.adapters.jax.functional: each rank may use one device"),
-        ("shard_map", "collective.adapters.jax.functional: each rank may use one device"),
+        ("devices", "functional, which need one device for each rank"),
+        ("shard_map", "functional, which need one device for each rank"),
         ("scan", "UnsupportedError: scan: a scan has no derivative"),
         ("scan forward", "UnsupportedError: scan: a scan has no derivative"),
         ("and", "UnsupportedError: all_reduce: op='band' has no gradient"),
@@ -58,6 +58,9 @@ def test_python_makes_only_the_first_of_repeated_calls() -> None:
         ("op", "InvalidArgumentError: all_reduce: op='median'"),
         ("rank", "RankError: recv: src=-1 is no rank"),
         ("none", "InvalidArgumentError: broadcast: the array is None"),
+        ("array as rank", r"RankError: broadcast: root is .* \(expected an integer\)"),
+        ("checkpoint", "NotImplementedError: .* cannot be made twice, as jax.checkpoint would"),
+        ("platform", "UnsupportedError: all_reduce: a call inside jit for cuda; only the CPU"),
         ("counts", "ShapeError: reduce_scatter: counts"),
     ],
 )

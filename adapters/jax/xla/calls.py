@@ -19,7 +19,7 @@ import numpy as np
 
 from collective import native
 from collective.communicator import Communicator
-from collective.communicator.repeated import RepeatedCall
+from collective.communicator.repeated import RepeatedCall, view
 from collective.errors import CollectiveError, UnsupportedError
 from collective.memory.dtypes import BY_CODE
 from collective.ops import NAMES
@@ -103,7 +103,8 @@ class Calls:
 
     Args:
         world: communicator of all processes, or the error for which there is none.
-        fail: function that keeps an error's text in C, and returns the code that stands for it.
+        fail: function that keeps an error's text in C, and returns the code that stands for it. Its
+            second argument tells whether the error is a KeyboardInterrupt.
     """
 
     def __init__(self, world: Communicator | BaseException, fail: Any) -> None:
@@ -143,7 +144,7 @@ class Calls:
     # -- called by XLA -----------------------------------------------------------------------
 
     def __call__(self, call: int, handle: int, *values: Any) -> int:
-        """Make a call of XLA; return what ``call_function`` in ``plugin.c`` returns.
+        """Make a call of XLA; return the value that ``call_function`` in ``plugin.c`` describes.
 
         Args:
             call: number of the call.
@@ -166,7 +167,7 @@ class Calls:
                     self._transfer(clique, number, call, arguments)
             return 0
         except BaseException as error:  # C cannot receive an exception
-            return int(self._fail(_text(error)))
+            return int(self._fail(_text(error), isinstance(error, KeyboardInterrupt)))
 
     def _split(self, color: int, key: int) -> int:
         with self._table:
@@ -236,8 +237,8 @@ class Calls:
             comm = clique.comm = self._connect(clique)
         kind = BY_CODE[dtype].storage
         whole = comm.size * count
-        x = _view(source, whole if call == _REDUCE_SCATTER else count, kind)
-        out = _view(target, whole if call == _ALL_GATHER else count, kind)
+        x = view(source, (whole if call == _REDUCE_SCATTER else count,), kind)
+        out = view(target, (whole if call == _ALL_GATHER else count,), kind)
         if call == _ALL_REDUCE:
             method = functools.partial(comm.all_reduce, x, op=NAMES[op], out=out)
         elif call == _ALL_GATHER:
@@ -258,7 +259,7 @@ class Calls:
         """
         world, ranks = self._connected(), clique.ranks or ()
         source, target, count, _, _, dst, src, received = arguments
-        data, room = _view(source, count, _BYTE), _view(target, received, _BYTE)
+        data, room = view(source, (count,), _BYTE), view(target, (received,), _BYTE)
         with contextlib.ExitStack() as stack:
             if clique.lock is not self._world_lock:
                 stack.enter_context(self._world_lock)
@@ -271,15 +272,15 @@ class Calls:
 
     def _answer_announcement(self, clique: _Clique, call: int, arguments: _Arguments) -> None:
         source, target, count, dtype, *_ = arguments
-        given = _view(source, 1, np.dtype(np.int32))
-        if (call, count, dtype) != (_ALL_REDUCE, 1, _INT32) or given[0] != clique.token:
+        token = view(source, (1,), np.dtype(np.int32))
+        if (call, count, dtype) != (_ALL_REDUCE, 1, _INT32) or token[0] != clique.token:
             clique.refusal = (
                 f"the communicator of processes {clique.ranks}: another program used it while the "
                 "plug-in announced it, so XLA may mean other processes. Let JAX compile the "
                 "program instead of loading an executable."
             )
             raise UnsupportedError(f"jax: {clique.refusal}")
-        _view(target, 1, np.dtype(np.int32))[0] = given[0]
+        view(target, (1,), np.dtype(np.int32))[0] = token[0]
         clique.token = None
 
     def _connect(self, clique: _Clique) -> Communicator:
@@ -303,18 +304,6 @@ class Calls:
 _BYTE = np.dtype(np.uint8)
 
 
-@functools.lru_cache(maxsize=512)
-def _memory(nbytes: int) -> Any:
-    return ctypes.c_char * nbytes
-
-
-def _view(address: int | None, count: int, kind: np.dtype[Any]) -> Array:
-    """Return the array of ``count`` elements at an address, without a copy."""
-    if not address or not count:
-        return np.empty(0, kind)
-    return np.frombuffer(_memory(count * kind.itemsize).from_address(address), kind)
-
-
 @contextlib.contextmanager
 def _called_by_xla(call: int) -> Iterator[None]:
     """Name XLA's call in errors, instead of a line of this package."""
@@ -328,7 +317,7 @@ def _called_by_xla(call: int) -> Iterator[None]:
 def _text(error: BaseException) -> bytes:
     """Return the text of an error for XLA; write it to standard error if XLA cannot hold it."""
     text = str(error) if isinstance(error, CollectiveError) else repr(error)
-    whole = f"{type(error).__name__}: {text}".encode()
+    whole = f"{type(error).__name__}: {text}".encode(errors="replace")
     if len(whole) <= _TEXT_BYTES:
         return whole
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -338,7 +327,7 @@ def _text(error: BaseException) -> bytes:
 
 
 # Functions of plugin.c.
-_FAIL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)
+_FAIL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_int)
 _INSTALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 
 
@@ -375,8 +364,8 @@ def _callback(calls: Calls) -> Any:
     """Return ``calls`` as a function of C, which lives as long as the process."""
     word, pointer, number = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
     kind = ctypes.CFUNCTYPE(
-        word, number, word, pointer, pointer, word, number, number, number, number, word
+        word, word, number, word, pointer, pointer, word, number, number, number, number, word
     )
-    function = kind(calls)
+    function = kind(lambda ticket, *arguments: ~ticket - calls(*arguments))
     _kept.append(function)
     return function

@@ -23,7 +23,7 @@ VARIABLE = "MPITRAMPOLINE_LIB"
 PROGRAM = Path(__file__).with_name("__main__.py")
 # Version of the functions that the C libraries and this package call of each other. It grows with
 # each change that makes two versions incompatible. It is also in plugin.c and handler.c.
-_INTERFACE, _INTERFACE_NAME = 1, "collective_interface"
+_INTERFACE, _INTERFACE_NAME = 2, "collective_interface"
 # Versions of jaxlib whose names the library has.
 _CHECKED = ("0.10.2", "0.12.0.1")
 

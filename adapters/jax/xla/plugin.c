@@ -10,6 +10,7 @@
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -21,7 +22,7 @@
 typedef void *Handle; /* a communicator, datatype, operator or request of MPI */
 
 /* Version of the functions that this library and Python call of each other; as in library.py. */
-enum { INTERFACE = 1 };
+enum { INTERFACE = 2 };
 EXPORTED const int collective_interface = INTERFACE;
 
 EXPORTED const int mpiwrapper_version_major = 2, mpiwrapper_version_minor = 11,
@@ -38,12 +39,22 @@ enum { TEXTS = 64, TEXT_BYTES = 512, FIRST_ERROR = 1000 };
 static char texts[TEXTS][TEXT_BYTES];
 static atomic_uint failures;
 
+/* Whether a KeyboardInterrupt ended the call that this thread makes in Python. */
+static __thread int interrupted;
+
 /* Keep a text, and return the error code that stands for it. */
-EXPORTED int collective_xla_fail(const char *text)
+static int fail(const char *text)
 {
     unsigned i = atomic_fetch_add(&failures, 1) % TEXTS;
     snprintf(texts[i], TEXT_BYTES, "%s", text);
     return FIRST_ERROR + (int)i;
+}
+
+/* The same for Python. */
+EXPORTED int collective_xla_fail(const char *text, int by_interrupt)
+{
+    interrupted = by_interrupt;
+    return fail(text);
 }
 
 EXPORTED int MPIABI_Error_string(int code, char *text, int *length)
@@ -60,7 +71,7 @@ EXPORTED int MPIABI_Error_string(int code, char *text, int *length)
 #define REFUSED(name)                                                                              \
     EXPORTED int name(void)                                                                        \
     {                                                                                              \
-        return collective_xla_fail(#name ": collective's plug-in for XLA does not have this "      \
+        return fail(#name ": collective's plug-in for XLA does not have this "      \
                                          "function of MPI. Please report which program calls it."); \
     }
 #include "symbols.h"
@@ -70,11 +81,14 @@ EXPORTED int MPIABI_Error_string(int code, char *text, int *length)
 /* The numbers are also in calls.py. */
 enum { SPLIT, FREE, SIZE, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, EXCHANGE, FINALIZE };
 
-/* Make a call. The result is 0 or an error code, for SIZE the size, for SPLIT the new handle.
+/* Make a call. The result is ~ticket - value, and the value is 0 or an error code, for SIZE the size,
+   for SPLIT the new handle. If an exception leaves a function that ctypes calls, its result is
+   whatever was in memory. So the ticket differs from call to call.
    `count` is the number of elements of `dtype` in one piece; for EXCHANGE the number of bytes to
    send, and `received` the number of bytes to receive. A peer below 0 stands for no message. */
-typedef int64_t call_function(int call, int64_t comm, const void *in, void *out, int64_t count,
-                              int dtype, int op, int dst, int src, int64_t received);
+typedef int64_t call_function(int64_t ticket, int call, int64_t comm, const void *in, void *out,
+                              int64_t count, int dtype, int op, int dst, int src, int64_t received);
+static __thread int64_t tickets;
 static _Atomic(call_function *) caller;
 static atomic_int begun, over;
 
@@ -102,18 +116,27 @@ static int64_t call(int which, Handle comm, const void *in, void *out, int64_t c
 {
     /* XLA frees its communicators after Python has ended, when no callback may run any more. */
     if (over)
-        return which < ALL_REDUCE ? 0 : collective_xla_fail("a call of XLA after MPI_Finalize");
+        return which < ALL_REDUCE ? 0 : fail("a call of XLA after MPI_Finalize");
     call_function *function = caller;
     if (function == NULL)
         return which < ALL_REDUCE
                    ? 0
-                   : collective_xla_fail("collective could not be imported when XLA called MPI_Init. "
+                   : fail("collective could not be imported when XLA called MPI_Init. "
                                          "Standard error has the reason.");
     run_function *run = runner;
     if (run != NULL && which >= ALL_REDUCE && which <= REDUCE_SCATTER
         && run(number_of(which, comm, dtype, op), count, in, out) == 0)
         return 0;
-    return function(which, (intptr_t)comm, in, out, count, dtype, op, dst, src, received);
+    int64_t ticket = ++tickets << 32;
+    interrupted = 0;
+    int64_t value =
+        ~ticket
+        - function(ticket, which, (intptr_t)comm, in, out, count, dtype, op, dst, src, received);
+    if (interrupted)
+        raise(SIGINT); /* JAX raises an ordinary error. Python raises the interrupt after it. */
+    if (value < 0 || value > UINT32_MAX)
+        return which < ALL_REDUCE ? 0 : fail("a call was interrupted and left no error");
+    return value;
 }
 
 /* -- begin and end --------------------------------------------------------------------------- */
@@ -230,7 +253,7 @@ static int unknown(const char *function)
 {
     char text[TEXT_BYTES];
     snprintf(text, sizeof text, "%s: XLA uses a dtype or operator that is unknown here", function);
-    return collective_xla_fail(text);
+    return fail(text);
 }
 
 EXPORTED int MPIABI_Allreduce(const void *in, void *out, int n, Handle type, Handle op, Handle comm)
@@ -294,7 +317,7 @@ static int keep(int receives, const void *in, void *out, int n, Handle type, int
         free(kept);
         pending = NULL; /* XLA will not wait for the requests that it has made before this one */
         return kept ? unknown(receives ? "MPI_Irecv" : "MPI_Isend")
-                    : collective_xla_fail("out of memory");
+                    : fail("out of memory");
     }
     *kept = (struct request){in,   out, (int64_t)n * element_bytes[dtype], receives, peer, 0, 0,
                              comm, pending};
@@ -325,7 +348,7 @@ static void exchange_pending(void)
     for (struct request *r = pending; r != NULL; r = r->next) {
         struct request **same = r->receives ? &received : &sent;
         if (*same != NULL || r->comm != pending->comm)
-            failed = collective_xla_fail("MPI_Wait: several messages in one direction, or over "
+            failed = fail("MPI_Wait: several messages in one direction, or over "
                                          "several communicators, which XLA never makes");
         *same = r;
     }
@@ -349,7 +372,7 @@ EXPORTED int MPIABI_Wait(Handle *request, void *status)
         exchange_pending();
     int failed = kept->failed;
     if (!kept->is_done)
-        failed = collective_xla_fail("MPI_Wait: XLA waits in another thread than it began in");
+        failed = fail("MPI_Wait: XLA waits in another thread than it began in");
     free(kept);
     *request = NULL;
     return failed;

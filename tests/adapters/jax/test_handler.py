@@ -6,7 +6,7 @@ import ctypes
 import gc
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,9 @@ class Frame(ctypes.Structure):
     ]  # fmt: skip
 
 
-MakeCall = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+MakeCall = ctypes.CFUNCTYPE(
+    ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
+)
 Run = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
 )
@@ -159,9 +161,19 @@ def xla() -> Xla:
     return Xla()
 
 
+def recording(calls: list[tuple[int, ...]]) -> Callable[..., int]:
+    """Return a function that appends number and addresses of each call to a list."""
+
+    def make(ticket: int, *call: int) -> int:
+        calls.append(call)
+        return ~ticket
+
+    return make
+
+
 def test_handler_passes_number_and_addresses(loaded: ctypes.CDLL, xla: Xla) -> None:
-    calls: list[tuple[int, int, int]] = []
-    function = MakeCall(lambda *arguments: calls.append(arguments))  # None: no error
+    calls: list[tuple[int, ...]] = []
+    function = MakeCall(recording(calls))
     loaded.collective_ffi_install(function, None)
     assert loaded.collective_ffi_call(ctypes.byref(xla.frame(b"call", 1 << 40, 64, 128))) is None
     assert calls == [(1 << 40, 64, 128)]
@@ -172,14 +184,14 @@ def test_handler_leaves_calls_to_python_that_the_core_does_not_make(
     loaded: ctypes.CDLL, xla: Xla, done: bool
 ) -> None:
     in_core: list[tuple[int, int, int, int]] = []
-    in_python: list[tuple[int, int, int]] = []
+    in_python: list[tuple[int, ...]] = []
 
     @Run
     def run(*arguments: int) -> int:
         in_core.append(arguments)  # type: ignore[arg-type]
         return 0 if done else 1
 
-    function = MakeCall(lambda *arguments: in_python.append(arguments))
+    function = MakeCall(recording(in_python))
     loaded.collective_ffi_install(function, run)
     assert loaded.collective_ffi_call(ctypes.byref(xla.frame(b"call", 9, 64, 128))) is None
     assert in_core == [(9, -1, 64, 128)]
@@ -187,11 +199,33 @@ def test_handler_leaves_calls_to_python_that_the_core_does_not_make(
 
 
 def test_handler_returns_the_text_of_an_error_to_xla(loaded: ctypes.CDLL, xla: Xla) -> None:
-    text = ctypes.create_string_buffer(b"PeerLostError: gone")
-    function = MakeCall(lambda *_: ctypes.addressof(text))
+    def fail(ticket: int, *_: int) -> int:
+        loaded.collective_ffi_fail(b"PeerLostError: gone", False)
+        return ticket
+
+    function = MakeCall(fail)
     loaded.collective_ffi_install(function, None)
     assert loaded.collective_ffi_call(ctypes.byref(xla.frame(b"call", 0, 64, 128))) == 77
     assert xla.errors == ["PeerLostError: gone"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_handler_takes_no_call_for_made_that_an_exception_ended(
+    loaded: ctypes.CDLL, xla: Xla
+) -> None:
+    interrupted = False
+
+    def make(ticket: int, *_: int) -> int:
+        if interrupted:
+            raise KeyboardInterrupt
+        return ~ticket
+
+    function = MakeCall(make)
+    loaded.collective_ffi_install(function, None)
+    frame = ctypes.byref(xla.frame(b"call", 0, 64, 128))
+    for interrupted in (False, True) * 5:
+        assert loaded.collective_ffi_call(frame) == (77 if interrupted else None)
+    assert "a call failed and left no text" in xla.errors[0]
 
 
 @pytest.mark.parametrize(("attribute", "number"), [(b"call", -1), (b"calls", 0), (b"cal", 0)])
@@ -221,8 +255,8 @@ def test_handler_answers_the_version_of_xla(loaded: ctypes.CDLL, xla: Xla, with_
 
 
 def test_handler_makes_no_call_while_xla_prepares(loaded: ctypes.CDLL, xla: Xla) -> None:
-    calls: list[int] = []
-    function = MakeCall(lambda number, *_: calls.append(number))
+    calls: list[tuple[int, ...]] = []
+    function = MakeCall(recording(calls))
     loaded.collective_ffi_install(function, None)
     frame = xla.frame(b"call", 0, 64, 128)
     frame.stage = EXECUTE - 1
@@ -273,9 +307,10 @@ def test_thread_makes_calls_while_another_thread_keeps_the_interpreter_lock(
     in_python: list[int] = []
 
     @MakeCall
-    def make(number: int, source: int, target: int) -> None:
+    def make(ticket: int, number: int, source: int, target: int) -> int:
         in_python.append(number)
         repeated.make(lambda: comm.all_reduce(x, out=out), x, out)
+        return ~ticket
 
     loaded = ctypes.CDLL(str(handler()))
     loaded.collective_ffi_install(make, runner())

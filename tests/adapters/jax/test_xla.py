@@ -89,8 +89,12 @@ def plugin() -> ctypes.CDLL:
     if not library_module.Path(library_module.__file__).with_name("libcollective_xla.so").exists():
         pytest.skip("the plug-in is not built: there is no C compiler")
     loaded = ctypes.CDLL(str(library()))
-    loaded.collective_xla_fail.argtypes = [ctypes.c_char_p]
+    loaded.collective_xla_fail.argtypes = [ctypes.c_char_p, ctypes.c_int]
     return loaded
+
+
+def interface_of(plugin: ctypes.CDLL) -> int:
+    return ctypes.c_int.in_dll(plugin, "collective_interface").value
 
 
 def test_library_has_every_listed_name(plugin: ctypes.CDLL) -> None:
@@ -109,7 +113,7 @@ def test_library_refuses_unused_function_by_name(plugin: ctypes.CDLL) -> None:
 
 
 def test_library_reports_length_of_longest_error(plugin: ctypes.CDLL) -> None:
-    assert len(error_text(plugin, plugin.collective_xla_fail(b"x" * 600))) == 511
+    assert len(error_text(plugin, plugin.collective_xla_fail(b"x" * 600, False))) == 511
 
 
 def error_text(plugin: ctypes.CDLL, code: int) -> str:
@@ -132,6 +136,31 @@ def test_library_without_python_fails_reduce_scatter_by_name(plugin: ctypes.CDLL
     counts, handles = (ctypes.c_int * 2)(1, 1), [0x103, 0x200, 1 << 32]
     code = plugin.MPIABI_Reduce_scatter(None, None, counts, *map(ctypes.c_void_p, handles))
     assert "collective could not be imported" in error_text(plugin, code)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_library_takes_no_call_for_made_that_an_exception_ended(plugin: ctypes.CDLL) -> None:
+    escapes = False
+
+    def make(ticket: int, *_: object) -> int:
+        if escapes:
+            raise KeyboardInterrupt
+        return ~ticket
+
+    word, pointer, number = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+    function = ctypes.CFUNCTYPE(
+        word, word, number, word, pointer, pointer, word, number, number, number, number, word
+    )(make)
+    handles = [ctypes.c_void_p(handle) for handle in (0x103, 0x200, 1 << 32)]
+    plugin.collective_xla_install(function, None)
+    try:
+        for escapes in (False, True) * 5:
+            code = plugin.MPIABI_Allreduce(None, None, 1, *handles)
+            assert (error_text(plugin, code) if code else "") == (
+                "a call was interrupted and left no error" if escapes else ""
+            )
+    finally:
+        plugin.collective_xla_install(None, None)
 
 
 def test_header_omits_functions_that_the_library_defines() -> None:
@@ -158,9 +187,8 @@ def test_library_of_another_version_is_refused_with_remedy(
 ) -> None:
     find()
     monkeypatch.setattr(library_module, "_INTERFACE", 9)
-    with pytest.raises(
-        BackendUnavailableError, match=OTHER_VERSION + r"1, .* needs 9\. Build it again there"
-    ):
+    text = rf"{OTHER_VERSION}{interface_of(plugin)}, .* needs 9\. Build it again there"
+    with pytest.raises(BackendUnavailableError, match=text):
         find()
 
 
@@ -237,7 +265,7 @@ class Failures:
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def __call__(self, text: bytes) -> int:
+    def __call__(self, text: bytes, interrupted: bool) -> int:
         self.texts.append(text.decode())
         return 1000
 
@@ -362,17 +390,18 @@ def test_begin_keeps_any_error_for_the_first_program(
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(
         lambda caller, runner: installed.append(caller)
     )
-    calls_module.begin(1, 0, ctypes.cast(function, ctypes.c_void_p).value)
+    calls_module.begin(interface_of(plugin), 0, ctypes.cast(function, ctypes.c_void_p).value)
     with pytest.raises(RuntimeError, match="torch is broken"):
         begun[0].check()
     assert len(installed) == 1
 
 
-@pytest.mark.parametrize("arguments", [(), (2, 64, 64)])
+@pytest.mark.parametrize("older", [True, False])
 def test_begin_of_another_version_calls_no_function_of_the_library(
-    begun: list[Calls], arguments: tuple[int, ...]
+    begun: list[Calls], plugin: ctypes.CDLL, older: bool
 ) -> None:
-    calls_module.begin(*arguments)  # at address 64 there is no function
+    # At address 64 there is no function.
+    calls_module.begin(*(() if older else (interface_of(plugin) + 1, 64, 64)))
     with pytest.raises(BackendUnavailableError, match=OTHER_VERSION):
         begun[0].check()
 
