@@ -35,8 +35,10 @@ __all__ = [
 class Request:
     """One collective call as this rank requests it.
 
-    Two ranks made the same call if their digests are equal. A communicator remembers its requests:
-    equal calls share one ``Request`` object, so nothing here is computed twice.
+    Two ranks made the same call if their digests are equal. A communicator remembers the requests
+    of most calls together with their plans, so equal calls share one ``Request`` object. The calls
+    for which it makes a request each time are listed at
+    :meth:`collective.contract.backend.Backend.plan`.
 
     Attributes:
         operation: ``"all_reduce"``, …

@@ -4,8 +4,9 @@ A transport connects ``size`` ranks and moves contiguous memory between them. Tw
 methods, :meth:`Backend.send` and :meth:`Backend.recv`, are enough for all operations: every
 other operation has a default in :mod:`collective.algorithms` that calls only those two. A
 transport overrides an operation that it can do faster. It overrides either the operation's method,
-or :meth:`Backend.plan`, which prepares a request once for many calls. ``docs/writing-a-backend.md``
-is the guide, and ``python -m collective.testing NAME`` runs the conformance tests.
+or :meth:`Backend.plan`, which prepares a request for one or more calls.
+``docs/writing-a-backend.md`` is the guide, and ``python -m collective.testing NAME`` runs the
+conformance tests.
 
 Rules for every method:
 
@@ -125,8 +126,9 @@ class Backend(ABC):
         meeting: a text that all ranks of this connection share, and that is new for each
             connection. Where the text is empty and ``capabilities.shrinks`` is set, rank 0 makes
             one and sends it to the other ranks.
-        exchange: C function that sends and receives plain arrays, each behind a header; None if the
-            transport has no such function. See :func:`collective.native.messages`.
+        exchange: function that sends and receives plain arrays, each behind a head; None if the
+            transport has no such function. Over ``shm`` the function is in C, over ``mpi`` in
+            Python. See :func:`collective.native.messages`.
     """
 
     name: ClassVar[str]
@@ -290,10 +292,15 @@ class Backend(ABC):
     def plan(self, request: Request) -> Plan:
         """Return the function that carries out ``request``, given two buffers and a deadline.
 
-        The caller keeps the function, and calls it again for each equal request. So the transport
-        should do here all work that depends only on the request. By default the function is the
-        method that has the operation's name; these methods follow below. Callers of a transport
-        call ``plan``, and not these methods.
+        The communicator remembers the functions of most requests, at most 1,024, and calls them
+        again for equal requests. So the transport should do here all work that depends only on the
+        request. For some calls the communicator asks for a new function each time: for those whose
+        lengths the ranks first exchange (``scatter``; ``gather``, ``all_gather`` and
+        ``all_to_all`` of uneven arrays), and for broadcasts of structures or to ranks that passed
+        None.
+
+        By default the function is the method that has the operation's name; these methods follow
+        below. Callers of a transport call ``plan``, and not these methods.
         """
         return functools.partial(getattr(self, request.operation), request)
 
