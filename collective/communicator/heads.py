@@ -1,4 +1,4 @@
-"""Heads: fixed-length messages that describe an array, and contain the array itself if it is short.
+"""Heads: first messages of fixed length that say what follows, and contain it if it is short.
 
 A receiver must know the shape and dtype of an array before it can provide memory for it. All heads
 have the same length, so a head can be received without any agreement. Most short arrays fit into
