@@ -547,7 +547,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         Raises:
             RankError, InvalidArgumentError: an argument was refused; nothing was sent.
             CollectiveTimeoutError, PeerLostError, PeerFailedError: the call was interrupted; the
-                message may or may not have arrived.
+                message may or may not have arrived, and the communicator is broken.
 
         See Also:
             MPI_Send.
@@ -583,8 +583,12 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             ``out``, or a new array; None if ``out`` is None and ``src`` is NULL.
 
         Raises:
-            ShapeError, DtypeError: the message does not fit ``out``. The message is lost,
-                ``out`` is unchanged, and the communicator stays usable.
+            RankError, InvalidArgumentError, UnsupportedError: an argument was refused; nothing was
+                received.
+            ShapeError, DtypeError, InvalidArgumentError: the message does not fit ``out``. The
+                message is lost, ``out`` is unchanged, and the communicator stays usable.
+            CollectiveTimeoutError, PeerLostError, PeerFailedError: the call was interrupted;
+                ``out`` may hold part of the message, and the communicator is broken.
 
         See Also:
             MPI_Recv.
@@ -620,6 +624,14 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
         Returns:
             ``out``, or a new array; None if ``out`` is None and ``src`` is NULL.
+
+        Raises:
+            RankError, InvalidArgumentError: an argument was refused; nothing was sent.
+            ShapeError, DtypeError, InvalidArgumentError: the received message does not fit ``out``,
+                as in :meth:`recv`.
+            CollectiveTimeoutError, PeerLostError, PeerFailedError: the call was interrupted. ``x``
+                may or may not have arrived, ``out`` may hold part of the message, and the
+                communicator is broken.
 
         See Also:
             MPI_Sendrecv.

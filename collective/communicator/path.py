@@ -117,11 +117,12 @@ class Path(_Gate):
             on the CPU.
         enqueues: whether calls on GPU arrays return once they are enqueued. The ranks compare such
             calls in a separate step before they make them.
-        agree_first: whether calls of fixed size need a separate round to be compared.
-        agree_sizes: whether calls whose sizes may differ need a separate round to be compared:
+        agree_first: whether the ranks compare every call in a separate round before the call.
+        agree_sizes: whether the ranks need messages to compare the calls whose sizes may differ:
             true if the transport compares no calls.
-        heads: whether a broadcast describes its array in a message before the array. A rank that
-            passed None does not know whether the root's array is on a GPU.
+        heads: whether a broadcast or scatter begins with a head from the root, which describes the
+            array. False if calls are enqueued: a rank that passed None does not know whether the
+            root's array is on a GPU.
         plans: plans of earlier calls, by keys that the calls choose.
         gpu: this rank's GPU, known once a call has had an array on it.
         lane, lanes: thread queue that runs collective calls in the background; and one for the
@@ -129,6 +130,14 @@ class Path(_Gate):
         drain: function that waits until the calls have ended that another library makes in the
             background, as XLA does; None if no library does. Such calls and the program's own calls
             must reach the transport in one order on all ranks. So the program's calls wait.
+        door, door_of_pieces, door_of_scatter: doors through which C makes plain calls: reductions,
+            ``barrier`` and calls with ``counts``; ``broadcast`` and the calls that join pieces; and
+            ``scatter``. None where Python makes these calls.
+        door_of_library: door of the calls that a library in C repeats, such as XLA; or None.
+        exchange: transport's function for plain messages; None where Python makes them.
+        capabilities: abilities of the transport.
+        recorder: flight recorder of the collective calls.
+        listeners: listeners that are notified of every call.
         broken: the error by which a call of this rank found the communicator broken, or None.
         closed: whether the communicator is closed, so that no more calls may be made.
     """

@@ -7,9 +7,19 @@
    the same plan of the same request.
 
    Communicators derive from Handle, which holds their path. Paths derive from Gate, which holds a
-   Door for each kind of operation. Python opens and shuts the doors. C calls two methods of the
-   path: plan_for_c returns the plan of a new call, and recover_for_c goes on after a failure. The
-   first argument of both is the class of the call, with which the Method was created. */
+   Door for each kind of operation. Python opens and shuts the doors. C calls these methods of the
+   path:
+
+   - plan_for_c returns the plan of a new call;
+   - run_plan runs a plan that is not in C;
+   - compare_for_c compares the results of an all_reduce;
+   - recover_for_c goes on after a collective call has failed;
+   - note_failure records that a message has failed;
+   - receive_rest receives the message of a sendrecv whose x has been sent;
+   - explain makes a clearer error for unsuitable arguments.
+
+   The first argument of plan_for_c, recover_for_c and receive_rest is the class of the call, with
+   which the Method was created. */
 
 #include "python.h"
 

@@ -5,7 +5,8 @@
 #include "core.h"
 
 /* The head of a user's array: numbers that describe the array, and room for the elements of a short
-   array. As in point_to_point.py. */
+   array. The same numbers as WORDS in collective/communicator/calls/contents.py and HEAD_BYTES in
+   collective/communicator/heads.py. */
 enum { HEAD_WORDS = 16, HEAD_ROOM = 896, HEAD_BYTES = 8 * HEAD_WORDS + HEAD_ROOM };
 
 struct kept;
