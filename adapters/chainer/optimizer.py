@@ -1,7 +1,8 @@
 """Data-parallel training in several processes: an optimizer with the gradients of all ranks.
 
 The reduction of a bucket of gradients starts in the middle of Chainer's backward pass, as soon as
-the bucket is full. The parts that do not depend on Chainer are in :mod:`collective.gradients`.
+the bucket and all earlier ones are full. The last bucket is reduced at the end of the pass. The
+parts that do not depend on Chainer are in :mod:`collective.gradients`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Data-parallel training in several processes: one replica a rank, gradients averaged.
 
-A hook starts the reduction of a bucket of gradients as soon as the bucket is full, while the rest
-of the backward pass runs. The parts that do not depend on PyTorch are in
-:mod:`collective.gradients`.
+A hook starts the reduction of a bucket of gradients while the rest of the backward pass runs: as
+soon as the bucket and all earlier ones are full. The last bucket is reduced at the end of the pass.
+The parts that do not depend on PyTorch are in :mod:`collective.gradients`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The hub of the monitor: a thread in rank 0's process, to which every rank has a link.
+"""The hub of the ranks' monitors: a thread in rank 0's process, to which every rank has a link.
 
 The hub calls the roll: it waits until all ranks have enrolled. Later it tells the other ranks
 which ranks aborted or left, and notices which ranks died. When a rank reports that a call stalls,
