@@ -108,7 +108,8 @@ class Messenger(Monitored):
         if self.rank in (to, source):
             sendrecv.sendrecv(self, src, to, dst, source, tag, deadline)
             return
-        blocked = self._blocked(MessageCall("sendrecv", tag, to, source), (to, source), deadline)
+        call = MessageCall("sendrecv", tag, to, source)
+        blocked = self._blocked(call, call.peers, deadline)
         coming, going = [([as_bytes(dst)], source)], [([as_bytes(src)], to)]
         self._move(blocked, *self._route(tag), coming, going, max(src.nbytes, dst.nbytes))
 

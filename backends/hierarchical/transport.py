@@ -273,7 +273,7 @@ class HierarchicalBackend(TwoLevel):
         into, whence = self._topology.local_rank_of(to), self._topology.local_rank_of(source)
         if into is not None and whence is not None:
             call = MessageCall("sendrecv", tag, to, source)
-            with self._inside(call, deadline, (to, source)):
+            with self._inside(call, deadline, call.peers):
                 self._inner.sendrecv(src, into, dst, whence, tag, deadline)
         elif into is None and whence is None:
             self._outer.sendrecv(src, to, dst, source, tag, deadline)

@@ -184,9 +184,9 @@ class NcclMessages:
             cuda.copy(dst.address, src.address, src.nbytes, src.stream)
             dst.stream.wait_for(src.stream)
             return
-        where, peers = MessageCall("sendrecv", tag, to, source), (to, source)
+        where = MessageCall("sendrecv", tag, to, source)
         going, coming = (
-            _MessageCall(where, deadline, buffer.stream, peers) for buffer in (src, dst)
+            _MessageCall(where, deadline, buffer.stream, where.peers) for buffer in (src, dst)
         )
         self._wait_for_stream(going)
         self._wait_for_stream(coming)

@@ -60,6 +60,11 @@ class MessageCall(NamedTuple):
     def __str__(self) -> str:
         return f"{self.operation}(tag={self.tag})"
 
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Ranks that the call sends to or receives from, each once."""
+        return tuple(dict.fromkeys(rank for rank in (self.to, self.source) if rank is not None))
+
     def answers(self, other: MessageCall, rank: int, part: str) -> bool:
         """Tell whether this call is the other end of one message of a call.
 

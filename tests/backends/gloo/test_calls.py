@@ -192,6 +192,17 @@ def test_timeout_names_absent_rank_and_its_last_call(comm: Any, tmp_path: Path) 
 
 
 @on_ranks("two")
+def test_timeout_of_sendrecv_with_one_peer_names_it_once(comm: Any, tmp_path: Path) -> None:
+    if comm.rank == 1:
+        await_files(tmp_path / "0")
+        return
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        comm.sendrecv(np.ones(2), 1, 1, timeout=0.3)
+    (tmp_path / "0").touch()
+    assert caught.value.ranks == (1,)
+
+
+@on_ranks("two")
 def test_recv_from_any_source_ends_when_communicator_aborts(comm: Any) -> None:
     if comm.rank == 0:
         with pytest.raises(CommunicatorAbortedError, match="out of patience"):
