@@ -69,8 +69,8 @@ class _Path(Protocol):
 
     def remember(self, key: Any, planned: Planned) -> Planned: ...
 
-    def carry(
-        self, planned: Planned, src: Any, dst: Buffer | None, deadline: Deadline, heard: bool
+    def run_recorded(
+        self, planned: Planned, src: Any, dst: Buffer | None, deadline: Deadline
     ) -> None: ...
 
     def transfer(self, method: Callable[..., Any], *args: Any) -> Any: ...
@@ -114,13 +114,13 @@ class Results:
         """
         run = _RUNS.get(planned.request.operation)
         if run is None or planned.compares:
-            path.carry(planned, src, dst, deadline, True)
+            path.run_recorded(planned, src, dst, deadline)
             return
         # A call that fails has failed on all ranks, or breaks the communicator. So the ranks count
         # only the calls that have succeeded. All ranks then have the same number of calls left,
         # whether C or Python has made a call.
         if self._ring.left > 0:
-            path.carry(planned, src, dst, deadline, True)
+            path.run_recorded(planned, src, dst, deadline)
             self._count(planned.request)
             return
         with _telling_peers(path):
@@ -210,14 +210,14 @@ def _run_equal(
     """
     summed = getattr(planned.plan, "summed", None)
     if summed is None:
-        path.carry(planned, src, dst, deadline, True)
+        path.run_recorded(planned, src, dst, deadline)
         return np.array([checksum(dst.array)], np.uint64)
     reports: list[_Report] = []
 
     def run(src: Any, dst: Any, deadline: Deadline) -> None:
         reports.append(summed(src, dst, deadline))
 
-    path.carry(Planned(planned.request, run, fixed=planned.fixed), src, dst, deadline, True)
+    path.run_recorded(Planned(planned.request, run, fixed=planned.fixed), src, dst, deadline)
     return _of_report(reports[0], dst)
 
 
@@ -239,7 +239,7 @@ def _run_moves(path: _Path, planned: Planned, src: Any, dst: Any, deadline: Dead
     # The checksums of the input come before the call: the result may overwrite the input.
     for peer, piece in _sent(planned.request, rank, src):
         words[peer] = checksum(piece)
-    path.carry(planned, src, dst, deadline, True)
+    path.run_recorded(planned, src, dst, deadline)
     for peer, piece in _received(planned.request, rank, dst):
         words[size + peer] = checksum(piece)
     return words
@@ -250,8 +250,8 @@ def _run_twice(path: _Path, planned: Planned, src: Any, dst: Any, deadline: Dead
     words = np.zeros(2, np.uint64)
     # The first result goes to memory of its own: the second may overwrite the input.
     first = None if dst is None else Buffer.empty(dst.count, dst.dtype, dst.array)
-    path.carry(planned, src, first, deadline, True)
-    path.carry(planned, src, dst, deadline, True)
+    path.run_recorded(planned, src, first, deadline)
+    path.run_recorded(planned, src, dst, deadline)
     if first is not None:
         words[:] = checksum(first.array), checksum(dst.array)
         if words[0] != words[1] and _differ_in_nan(first, dst):
@@ -352,7 +352,7 @@ def _exchange(path: _Path, call: Request, words: Array, deadline: Deadline) -> _
         exchange = path.remember(key, _Exchange(path, call, words.size))
     assert isinstance(exchange, _Exchange)
     exchange.write(words)
-    path.carry(exchange, exchange.sent, exchange.received, deadline, True)
+    path.run_recorded(exchange, exchange.sent, exchange.received, deadline)
     return exchange
 
 
