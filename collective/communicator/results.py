@@ -53,7 +53,7 @@ _CAUSE = (
 )
 
 Array = np.ndarray[Any, Any]
-#: Result of a plan's method ``summed``; see ``collective/native/_core.pyi``.
+#: Result of a plan's method ``summed``; see :data:`collective.contract.backend.Plan`.
 _Report = tuple[int, int, int, "bytes | None"]
 
 
@@ -126,7 +126,7 @@ class Results:
         with _telling_peers(path):
             checksums = run(path, planned, src, dst, deadline)
         self._count(planned.request)
-        _compare(path, planned.request, checksums, deadline)
+        _exchange_and_check(path, planned.request, checksums, deadline)
 
     def _count(self, request: Request) -> None:
         # The head of a call is compared if its call is due, but it is no call.
@@ -152,7 +152,7 @@ class Results:
         """
         with _telling_peers(path):
             checksums = _of_report(report, dst)
-        _compare(path, request, checksums, deadline)
+        _exchange_and_check(path, request, checksums, deadline)
 
 
 @contextmanager
@@ -335,13 +335,25 @@ class _Exchange(Planned):
         return rows, damaged.tolist()
 
 
-def _compare(path: _Path, call: Request, checksums: Array | _Announced, deadline: Deadline) -> None:
-    """Compare the checksums of the call that was made last, after an exchange if necessary."""
+def _exchange_and_check(
+    path: _Path, call: Request, checksums: Array | _Announced, deadline: Deadline
+) -> None:
+    """Check the checksums of the call that was made last, after an exchange if necessary.
+
+    Raises:
+        CorruptionError: as :func:`_refuse_damaged` and :func:`_refuse_wrong`.
+    """
     number = path.recorder.started
+    shared: _Announced | _Exchange
     if isinstance(checksums, _Announced):
-        _check(path, call, number, checksums)
+        shared = checksums
     else:
-        _check(path, call, number, _exchange(path, call, checksums, deadline))
+        shared = _exchange(path, call, checksums, deadline)
+    if call.operation == "all_reduce" and shared.alike:
+        return
+    table, damaged = shared.read()
+    _refuse_damaged(path, call, number, damaged)
+    _refuse_wrong(path, call, number, table)
 
 
 def _exchange(path: _Path, call: Request, words: Array, deadline: Deadline) -> _Exchange:
@@ -356,42 +368,42 @@ def _exchange(path: _Path, call: Request, words: Array, deadline: Deadline) -> _
     return exchange
 
 
-def _check(path: _Path, call: Request, number: int, checksums: _Exchange | _Announced) -> None:
-    """Check the checksums of all ranks.
+def _refuse_damaged(path: _Path, call: Request, number: int, damaged: Sequence[int]) -> None:
+    """Check that no rank's checksums were damaged on their way to this rank.
 
     Args:
         number: number of the call.
+        damaged: ranks whose checksums do not fit their complements.
 
     Raises:
-        CorruptionError: they do not fit together; or, on this rank only, some were damaged on their
-            way.
+        CorruptionError: some were damaged; raised on this rank only.
     """
-    if call.operation == "all_reduce" and checksums.alike:
-        return
-    table, damaged = checksums.read()
     if damaged:
         raise CorruptionError(
             f"{call.operation}: the checksums of {name_ranks(damaged)} for call {number} arrived "
             f"damaged {path.who}. {_CAUSE}",
             (path.rank,),
         )
-    _judge(path, call, number, table)
 
 
-def _judge(path: _Path, request: Request, number: int, table: Array) -> None:
-    """Check the checksums of all ranks.
+def _refuse_wrong(path: _Path, request: Request, number: int, table: Array) -> None:
+    """Check that the results are what they must be, by the checksums of all ranks.
+
+    Args:
+        number: number of the call.
+        table: the checksums, one row for each rank.
 
     Raises:
-        CorruptionError: they do not fit together.
+        CorruptionError: they are not; raised on all ranks.
     """
     size, operation = path.size, request.operation
     if operation == "all_reduce":
-        ranks, fault = _compare_equal([row.tobytes() for row in table])
+        ranks, fault = _find_unequal([row.tobytes() for row in table])
     elif operation in _TWICE:
-        ranks, fault = _compare_repeated(table)
+        ranks, fault = _find_unrepeated(table)
     else:
         sent, received = table[:, :size], table[:, size:]
-        ranks, fault = _compare_pieces(operation, request.root, sent, received)
+        ranks, fault = _find_changed_pieces(operation, request.root, sent, received)
     if ranks:
         site = call_site()
         raise CorruptionError(
@@ -488,7 +500,7 @@ def _received(request: Request, rank: int, dst: Any) -> Iterator[tuple[int, Any]
         yield from enumerate(_pieces(dst, lengths))
 
 
-def _compare_equal(sums: Sequence[bytes]) -> tuple[list[int], str]:
+def _find_unequal(sums: Sequence[bytes]) -> tuple[list[int], str]:
     """Return the ranks whose checksum differs, and a text; no ranks if all are equal.
 
     If no checksum has a majority, all ranks are returned.
@@ -507,7 +519,7 @@ def _compare_equal(sums: Sequence[bytes]) -> tuple[list[int], str]:
     return list(range(len(sums))), f"the ranks have different results, and no majority: {parts}"
 
 
-def _compare_repeated(table: Array) -> tuple[list[int], str]:
+def _find_unrepeated(table: Array) -> tuple[list[int], str]:
     """Return the ranks whose two results differ, and a text; no ranks if all are equal."""
     ranks = [rank for rank, (first, second) in enumerate(table) if first != second]
     if not ranks:
@@ -516,7 +528,7 @@ def _compare_repeated(table: Array) -> tuple[list[int], str]:
     return ranks, f"{name_ranks(ranks)} {has} another result when the call is made twice"
 
 
-def _compare_pieces(
+def _find_changed_pieces(
     operation: str, root: int | None, sent: Array, received: Array
 ) -> tuple[list[int], str]:
     """Return the ranks that hold other pieces than were sent, and a text.

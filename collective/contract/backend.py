@@ -106,6 +106,12 @@ Note = Mapping[str, Any]
 #: contiguous and aligned, and have the request's dtype and shape. They do not overlap, or they are
 #: the same memory where the operation allows that. The native core calls ``plain`` for plain calls,
 #: and then makes no buffers.
+#:
+#: A plan of ``all_reduce`` may have a method ``summed``, for results that the ranks compare. It
+#: takes the plan's arguments, makes the call and returns a tuple of four: the two sums that make up
+#: the checksum of what it copied to the result, the number of bytes that they are of, and the sums
+#: that the ranks have announced to each other, or None. ``collective/native/_core.pyi`` has the
+#: format.
 Plan = Callable[[Any, Any, Deadline], "Work[Any] | None"]
 
 #: Value of ``src`` with which a receive takes the message of any rank.
