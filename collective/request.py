@@ -138,7 +138,7 @@ class Request:
         part.digest = _digest(f"{self.digest} {(number,)}")
         return part
 
-    def comparing(self, operation: str, elements: Sequence[int] | None = None) -> Request:
+    def preceding(self, operation: str, elements: Sequence[int] | None = None) -> Request:
         """Return the request of an operation that carries a message before the call itself.
 
         All ranks take part in it, including ranks that know only the name and the root of the call.
@@ -165,7 +165,7 @@ class Request:
         Args:
             elements: as in the class.
         """
-        part = self.comparing("all_gather").step(1, "all_gather", elements=elements)
+        part = self.preceding("all_gather").step(1, "all_gather", elements=elements)
         part.options = {**self.options, "compared": "results"}
         part._described = {**self._described, "options": part.options}
         return part

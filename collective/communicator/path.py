@@ -392,7 +392,7 @@ class Path(_Gate):
         recorder = self.recorder
         try:
             if planned.fixed and self.agree_first:
-                self.agree(planned.request, deadline)
+                self.compare_calls(planned.request, deadline)
             recorder.begin(planned.request, planned.compares)
             work = planned.plan(src, dst, deadline)
             if work is not None:
@@ -485,15 +485,15 @@ class Path(_Gate):
         self.plans[key] = planned
         return planned
 
-    def agree(self, request: Request, deadline: Deadline) -> None:
+    def compare_calls(self, request: Request, deadline: Deadline) -> None:
         """Compare ``request`` on all ranks.
 
         Raises:
             Disagreement: the ranks' calls differ.
         """
-        self.carry(self.comparing(request), None, None, deadline)
+        self.carry(self.comparison_of(request), None, None, deadline)
 
-    def comparing(self, request: Request) -> Planned:
+    def comparison_of(self, request: Request) -> Planned:
         """Return a plan that compares ``request`` on all ranks."""
         # `compare` must not refer to the path: the plan, which the path keeps, would keep the path.
         backend = self.backend
@@ -508,7 +508,7 @@ class Path(_Gate):
     ) -> list[dict[str, Any]] | None:
         """Compare ``request`` on all ranks; return the ranks' headers if they differ, else None."""
         try:
-            self.agree(request, deadline)
+            self.compare_calls(request, deadline)
         except Disagreement as difference:
             return difference.headers
         return None
@@ -530,7 +530,7 @@ class Path(_Gate):
         planned = self.plans.get(key)
         if planned is None:
             known = Request(what, root=root) if request is None else request
-            planned = self.remember(key, self.planned(known.comparing(operation, elements)))
+            planned = self.remember(key, self.planned(known.preceding(operation, elements)))
         return planned
 
     def raise_mismatch(self, headers: Sequence[dict[str, Any]]) -> NoReturn:

@@ -20,7 +20,8 @@ class Planned:
             a replacement for it.
         fixed: if true, calls that differ are always an error. If the program sets
             ``check="always"``, such calls are compared before anything is sent.
-        compares: if true, ``plan`` only compares the ranks' calls and moves nothing.
+        compares: if true, ``plan`` only compares the ranks' calls or their results, and moves none
+            of the program's data.
         takes_gpus: if true, the plan takes arrays on GPUs without a copy to the host.
 
     Attributes:

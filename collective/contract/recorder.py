@@ -39,7 +39,8 @@ class Entry:
     Attributes:
         sequence: number of the call among the communicator's collective calls, from 1.
         request: the request of this rank.
-        compares: whether this was only the comparison of the ranks' calls before the operation.
+        compares: whether this was only a comparison: of the ranks' calls before the operation, or
+            of their results after it.
         site: ``file:line in function`` of the caller.
         began: when the call began, in seconds on the clock of ``time.monotonic()``.
         seconds: duration of the call; None while it is running, or if it failed.
@@ -83,7 +84,7 @@ class _Ring:
 
         Args:
             request: the request of this rank.
-            compares: whether this is only the comparison of the ranks' calls.
+            compares: whether this is only a comparison of the ranks' calls or results.
         """
         number = self.started + 1
         code: CodeType | str | None = in_thread.site

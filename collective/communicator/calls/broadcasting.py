@@ -88,7 +88,7 @@ class _Broadcasting(Call):
                 buffer.array.view(np.uint8)[:] = inline
             return
         if path.agree_sizes or path.enqueues:
-            path.agree(request, deadline)
+            path.compare_calls(request, deadline)
         path.carry(planned, buffer, buffer, deadline)
 
     def move_to_all(
@@ -278,7 +278,7 @@ class _StraightBroadcast(_Broadcasting):
 
     def run(self, deadline: Deadline) -> Any:
         planned = self._planned
-        planned.comparison = planned.comparison or self.path.comparing(planned.request)
+        planned.comparison = planned.comparison or self.path.comparison_of(planned.request)
         self.path.carry(planned.comparison, None, None, deadline)
         self.path.carry(planned, self._buffer, self._buffer, deadline)
         return self._x

@@ -188,7 +188,7 @@ class Pieces(Call):
         """
         path, request = self.path, self.planned.request
         if path.agree_first:
-            path.agree(request, deadline)
+            path.compare_calls(request, deadline)
         elif path.agree_sizes or request.options.get("device"):
             payloads = _exchange_heads(path, request, self.pack(), deadline)
             if payloads is not None:
@@ -280,7 +280,7 @@ def _exchange_heads(
     """Compare ``request`` on all ranks, and give every rank the payloads if they are small.
 
     On transports that compare no calls, this function compares them, by one message from each
-    rank. If digests differ, it calls :meth:`Path.agree`, which exchanges the ranks' headers.
+    rank. If digests differ, it calls :meth:`Path.compare_calls`, which exchanges the ranks' headers.
 
     Args:
         payload: contiguous bytes; ranks that make the same call pass the same number of bytes. A
@@ -293,7 +293,7 @@ def _exchange_heads(
         Disagreement: the calls differ.
     """
     if not isinstance(payload, np.ndarray):
-        path.agree(request, deadline)
+        path.compare_calls(request, deadline)
         return None
     head = Head(1)
     head.words[0] = request.digest
@@ -304,9 +304,9 @@ def _exchange_heads(
     path.carry(plan, head.buffer, received, deadline)
     heads = [Head(1, words) for words in received.array.reshape(path.size, HEAD_BYTES)]
     if any(other.words[0] != request.digest for other in heads):
-        # All ranks have the same words, so either all ranks come here or none. agree() raises
-        # Disagreement with the ranks' headers.
-        path.agree(request, deadline)
+        # All ranks have the same words, so either all ranks come here or none. compare_calls()
+        # raises Disagreement with the ranks' headers.
+        path.compare_calls(request, deadline)
     # Equal calls have payloads of equal length: either all of them are in the heads, or none.
     payloads = [other.inline(payload.size) for other in heads]
     return [inline for inline in payloads if inline is not None] or None

@@ -224,7 +224,7 @@ class Scatter(Call):
         if path.rank == self.root:
             head.words[0] = text.size
             head.put(text)
-        about = request.comparing("broadcast")
+        about = request.preceding("broadcast")
         path.carry(path.planned(about), head.buffer, head.buffer, deadline)
         received = head.inline(int(head.words[0]))
         if received is None:
