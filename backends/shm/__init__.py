@@ -1,7 +1,7 @@
 """Transport for ranks that are processes of one host: NumPy over a shared mapping.
 
 Each communicator has one control segment. The segment holds a line of words, two slots, two areas
-and some notes for each rank, and a ring for each ordered pair of ranks. A rank arrives at a step by
+and some texts for each rank, and a ring for each ordered pair of ranks. A rank arrives at a step by
 writing the number of the step to its line. Then it waits until every line shows the step. This
 takes no locks and no system calls: the words are aligned and eight bytes long, so a store is one
 instruction.

@@ -224,9 +224,9 @@ class _ControlCallbacks:
         self._control.request = request
         self._control.refuse(rank, what)
 
-    def note(self, request: Request) -> int:
-        """Describe a call where peers can read it; return the number of the description."""
-        return self._control.note(request)
+    def publish_call(self, request: Request) -> int:
+        """Write the description of a call where peers can read it; return its number."""
+        return self._control.publish_call(request)
 
     def describe(self, request: Request) -> tuple[int, bytes]:
         """Return the place of this rank's descriptions in the segment, and that of a call."""

@@ -39,8 +39,8 @@ from .layout import (
     CALL_BYTES,
     CALLS,
     LINE,
-    NOTE_BYTES,
     NOTICE_BYTES,
+    PAYLOAD_BYTES,
     WAITS_BYTES,
     Layout,
 )
@@ -50,15 +50,16 @@ __all__ = ["BROKEN", "Control", "description"]
 
 # Words of a rank's line. A fast peer may be one step ahead, and write while this rank still reads
 # the words of the step before. So digest and location have two places, for even and odd steps.
-# C writes some of these words, too: those before the state, and the number of the noted call.
-# collective/native/shared.h names them, and three counters of C behind the words here. Each of
-# these counters has a cache line by itself.
+# C writes some of these words, too: those before the state, and the numbers of the last call and of
+# the descriptions. collective/native/shared.h names them, and three counters of C behind the words
+# here. Each of these counters has a cache line by itself.
 _STEP = 0
 _DIGEST = 1  # + parity
 _ASLEEP = 3
 _LOCATION = 8  # + 8 * parity: of src: segment, offset, address; the same of dst
 _WAITING = 24
-_STATE, _PID, _NOTED, _EXCHANGED, _FAILED_AT, _FAILURE_LENGTH, _NOTICE, _NOTES = range(32, 40)
+_STATE, _PID, _LAST_CALL, _PAYLOAD_LENGTH = range(32, 36)
+_FAILED_AT, _FAILURE_LENGTH, _NOTICE, _DESCRIBED = range(36, 40)
 #: The first word of the segment: not 0 when some rank has failed.
 BROKEN = 0
 # The second word: a random number that rank 0 draws for the ranks of this segment.
@@ -87,8 +88,8 @@ _CHECK_PEERS_S = 0.05
 _ENDING_S, _ENDING_LOOK_S = 1.0, 0.005
 # Time that a wait lasts before its first look for a deadlock, and before each further look.
 _STALL_S = 1.0
-# A note is a path, a vote, a text or a call's header. A length above this is a sign of damage.
-_LONGEST_NOTE = 1 << 30
+# A payload is a path, a vote, a text or a call's header. A length above this is a sign of damage.
+_LONGEST_PAYLOAD = 1 << 30
 
 
 class Control:
@@ -113,7 +114,8 @@ class Control:
         self._peers = [(1 + r) * LINE for r in range(size) if r != rank]
         self._asleep = [8 * (line + _ASLEEP) for line in self._peers]
         self.request: Request | str = "connect"
-        self._noted: dict[Request, int] = {}
+        # Numbers of the descriptions that this rank has published.
+        self._described: dict[Request, int] = {}
         self._pids = [0] * size
         self._left = False
         # The waits of this rank that its peers can read, and the board where they read them.
@@ -231,7 +233,7 @@ class Control:
         """
         words, line = self.words, self._line
         self.request = request
-        words[line + _NOTED] = self.note(request)
+        words[line + _LAST_CALL] = self.publish_call(request)
         step = words[line] + 1
         slot = _DIGEST + (step & 1)
         digest = request.digest
@@ -285,32 +287,32 @@ class Control:
         if not ORDERED:
             fence()
 
-    def exchange(self, note: bytes, deadline: Deadline) -> list[bytes]:
-        """Return the notes of all ranks. They may have any length: each round moves some pages."""
-        words, where = self.words, self.layout.notes
-        words[self._line + _EXCHANGED] = len(note)
+    def exchange(self, payload: bytes, deadline: Deadline) -> list[bytes]:
+        """Return the payloads of all ranks, of any length: each round moves some pages."""
+        words, where = self.words, self.layout.payloads
+        words[self._line + _PAYLOAD_LENGTH] = len(payload)
         parts: list[list[bytes]] = [[] for _ in range(self.size)]
         lengths: list[int] = []
         start, longest = 0, 1
         while start < longest:
-            piece = note[start : start + NOTE_BYTES]
+            piece = payload[start : start + PAYLOAD_BYTES]
             self.segment.map[where[self.rank] : where[self.rank] + len(piece)] = piece
             self.sync(deadline)
             # All ranks have written their lengths by the end of the first round. Every rank reads
             # them there, once, so that all make the same number of rounds.
-            lengths = lengths or [self._length_of_note(r) for r in range(self.size)]
+            lengths = lengths or [self._length_of_payload(r) for r in range(self.size)]
             longest = max(lengths)
             for rank, length in enumerate(lengths):
-                count = min(max(length - start, 0), NOTE_BYTES)
+                count = min(max(length - start, 0), PAYLOAD_BYTES)
                 parts[rank].append(bytes(self.segment.map[where[rank] : where[rank] + count]))
-            # No rank writes its next piece, or its next note, before all ranks have read this one.
+            # No rank writes its next piece, or its next payload, before all have read this one.
             self.sync(deadline)
-            start += NOTE_BYTES
+            start += PAYLOAD_BYTES
         return [b"".join(pieces) for pieces in parts]
 
-    def _length_of_note(self, rank: int) -> int:
-        length = int(self.words[(1 + rank) * LINE + _EXCHANGED])
-        if not 0 <= length <= _LONGEST_NOTE:
+    def _length_of_payload(self, rank: int) -> int:
+        length = int(self.words[(1 + rank) * LINE + _PAYLOAD_LENGTH])
+        if not 0 <= length <= _LONGEST_PAYLOAD:
             self.refuse(rank, f"a note of {length} bytes")
         return length
 
@@ -509,30 +511,30 @@ class Control:
         failure = Failure.timed_out(self.rank, deadline.seconds, missing, awaited, remedy)
         raise self.broken_by(failure, what)
 
-    # -- notes and failures -----------------------------------------------------------------
+    # -- descriptions of calls, and failures --------------------------------------------------
 
-    def note(self, request: Request) -> int:
-        """Describe a call where peers can read it, and return the number of the description.
+    def publish_call(self, request: Request) -> int:
+        """Write the description of a call where peers can read it; return its number.
 
         The last :data:`CALLS` descriptions are kept.
         """
-        words, notes = self.words, self._line + _NOTES
-        known = self._noted.get(request)
-        if known is not None and words[notes] - known < CALLS:
+        words, described = self.words, self._line + _DESCRIBED
+        known = self._described.get(request)
+        if known is not None and words[described] - known < CALLS:
             return known
-        number = words[notes] + 1
+        number = words[described] + 1
         at = self.layout.calls[self.rank] + number % CALLS * CALL_BYTES
         self.segment.map[at : at + CALL_BYTES] = description(request)
-        words[notes] = number
-        self._noted.pop(request, None)
-        if len(self._noted) >= CALLS:
-            del self._noted[next(iter(self._noted))]
-        self._noted[request] = number
+        words[described] = number
+        self._described.pop(request, None)
+        if len(self._described) >= CALLS:
+            del self._described[next(iter(self._described))]
+        self._described[request] = number
         return number
 
     def last_call(self, rank: int) -> str:
         """Return the last collective call of ``rank``, as text."""
-        number = self.words[(1 + rank) * LINE + _NOTED]
+        number = self.words[(1 + rank) * LINE + _LAST_CALL]
         if not number:
             return NO_CALL
         at = self.layout.calls[rank] + number % CALLS * CALL_BYTES

@@ -1,10 +1,10 @@
-"""Layout of the control segment: offsets of the ranks' lines, notes, slots, areas and rings."""
+"""Layout of the control segment: offsets of the ranks' lines, texts, slots, areas and rings."""
 
 from __future__ import annotations
 
 __all__ = [
-    "CALLS", "CALL_BYTES", "FAILURE_BYTES", "LINE", "NOTE_BYTES", "NOTICE_BYTES", "SLOT_BYTES",
-    "WAITS_BYTES", "Layout",
+    "CALLS", "CALL_BYTES", "FAILURE_BYTES", "LINE", "NOTICE_BYTES", "PAYLOAD_BYTES",
+    "SLOT_BYTES", "WAITS_BYTES", "Layout",
 ]  # fmt: skip
 
 #: Words of a rank's line: 512 bytes, so that prefetches of the neighbours' lines do not reach it.
@@ -13,10 +13,10 @@ LINE = 64
 #: than a second wait.
 SLOT_BYTES = 256 << 10
 #: Bytes that a rank writes for its peers in one step of an exchange.
-NOTE_BYTES = 64 << 10
+PAYLOAD_BYTES = 64 << 10
 #: Bytes of the report in which a rank explains why it has broken the communicator.
 FAILURE_BYTES = 32 << 10
-#: Number of a rank's last calls that are described for its peers (NOTES_KEPT in C), and bytes of a
+#: Number of a rank's last calls that are described for its peers (CALLS_KEPT in C), and bytes of a
 #: description.
 CALLS, CALL_BYTES = 64, 256
 #: Bytes of a rank's notice about the call in which it waits; see :mod:`.board`.
@@ -34,7 +34,7 @@ class Layout:
     """Offsets in the control segment of ``size`` ranks, in bytes.
 
     Attributes:
-        notes, failures, calls, notices, waits: offset of each rank's part, by rank.
+        payloads, failures, calls, notices, waits: offset of each rank's part, by rank.
         slots: offsets of the ranks' slots for even steps, and for odd steps.
         areas, area_bytes: offset of the areas, which calls in C use, and length of one area. Each
             rank has two.
@@ -51,8 +51,8 @@ class Layout:
         self.area_bytes = area_bytes - area_bytes % 4096
         at = (1 + size) * LINE * 8
         at += -at % 4096
-        self.notes = [at + r * NOTE_BYTES for r in range(size)]
-        at += size * NOTE_BYTES
+        self.payloads = [at + r * PAYLOAD_BYTES for r in range(size)]
+        at += size * PAYLOAD_BYTES
         self.failures = [at + r * FAILURE_BYTES for r in range(size)]
         at += size * FAILURE_BYTES
         self.calls = [at + r * CALLS * CALL_BYTES for r in range(size)]

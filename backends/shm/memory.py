@@ -87,21 +87,21 @@ class Heap:
         self._count += 1
         stride = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         segment = None
-        note = b""
+        message = b""
         if control.rank == 0:
             try:
                 segment = Segment.create(stride * control.size)
-                note = segment.path.encode()
+                message = segment.path.encode()
             except Exception as error:  # send the error to the other ranks, which wait for a path
-                note = b"!" + str(error).encode()
-        note = control.exchange(note, deadline)[0]
+                message = b"!" + str(error).encode()
+        message = control.exchange(message, deadline)[0]
         failed = b""
-        if not note.startswith(b"!") and segment is None:
+        if not message.startswith(b"!") and segment is None:
             try:
-                segment = Segment.open(note.decode(), stride * control.size)
+                segment = Segment.open(message.decode(), stride * control.size)
             except Exception as error:
                 failed = str(error).encode()
-        failures = [note[1:]] if note.startswith(b"!") else control.exchange(failed, deadline)
+        failures = [message[1:]] if message.startswith(b"!") else control.exchange(failed, deadline)
         if segment is not None:
             segment.unlink()
             # Only the mapping is needed. The locks of the control segment show which ranks live.
@@ -135,21 +135,21 @@ class Heap:
         self._count += 1
         if not control.unanimous(allowed and _has_room(nbytes * control.size), deadline):
             return None
-        note = b""
+        message = b""
         try:
             descriptor = move()
             status = os.fstat(descriptor)
             file = descriptor_path(descriptor), status.st_dev, status.st_ino
-            note = json.dumps(file).encode()
+            message = json.dumps(file).encode()
         except Exception:
-            # The framework may raise any error. The other ranks wait for the note, and an empty
-            # note makes all ranks return None.
+            # The framework may raise any error. The other ranks wait for the message, and an empty
+            # message makes all ranks return None.
             pass
         mapped = []
-        notes = control.exchange(note, deadline)
-        if all(notes):
+        messages = control.exchange(message, deadline)
+        if all(messages):
             try:
-                for path, device, inode in map(json.loads, notes):
+                for path, device, inode in map(json.loads, messages):
                     shared = map_shared(path, (device, inode), nbytes)
                     mapped.append(np.frombuffer(shared, np.uint8))
             except (OSError, TypeError, ValueError):

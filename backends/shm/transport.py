@@ -239,7 +239,7 @@ class ShmBackend(OneSided):
     def group(self, ranks: Sequence[int], deadline: Deadline) -> ShmBackend:
         self._control.refuse_broken("group")
         me = list(ranks).index(self.rank)
-        note = np.zeros(_PATH_BYTES, np.uint8)
+        message = np.zeros(_PATH_BYTES, np.uint8)
         if me == 0:
             try:
                 segment = Segment.create(Layout(len(ranks)).nbytes)
@@ -247,12 +247,12 @@ class ShmBackend(OneSided):
                 # The other ranks wait for the path, so tell them.
                 self.abort(Failure("aborted", self.rank, str(error)))
                 raise
-            note[: len(segment.path)] = list(segment.path.encode())
+            message[: len(segment.path)] = list(segment.path.encode())
             for rank in ranks[1:]:
-                self.send(Buffer(note, _UINT8), rank, _GROUP_TAG, deadline)
+                self.send(Buffer(message, _UINT8), rank, _GROUP_TAG, deadline)
         else:
-            self.recv(Buffer(note, _UINT8), ranks[0], _GROUP_TAG, deadline)
-            path = note.tobytes().rstrip(b"\0").decode(errors="replace")
+            self.recv(Buffer(message, _UINT8), ranks[0], _GROUP_TAG, deadline)
+            path = message.tobytes().rstrip(b"\0").decode(errors="replace")
             segment = self._open_of(ranks[0], path, Layout(len(ranks)).nbytes)
 
         def watch(missing: Sequence[int]) -> None:

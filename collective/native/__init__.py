@@ -88,8 +88,8 @@ class Callbacks(Protocol):
     def refuse(self, request: Any, rank: int, what: str) -> None:
         """Raise an error, since ``rank`` has written an impossible value to shared memory."""
 
-    def note(self, request: Any) -> int:
-        """Describe a call where peers can read it; return its number, which grows from 1."""
+    def publish_call(self, request: Any) -> int:
+        """Write the description of a call where peers can read it; return its number, from 1."""
 
     def describe(self, request: Any) -> tuple[int, bytes]:
         """Return the offset of this rank's descriptions in the segment, and that of a call.

@@ -13,7 +13,7 @@ typedef struct {
     CORE_HEAD
     struct shared shared;
     Py_buffer memory; /* the control segment, which this buffer keeps mapped */
-    PyObject *callbacks; /* an object of Python: wait(), differ(), fail(), refuse(), note() */
+    PyObject *callbacks; /* see Callbacks in __init__.py */
     /* The running call, with references that its caller has: */
     PyObject *request;
     PyObject *limit; /* for deadline_of */
@@ -32,7 +32,7 @@ typedef struct {
     Shared *over;
     PyObject *request;
     PyObject *otherwise; /* otherwise(plan, src, dst, deadline) for arrays that C cannot take */
-    uint64_t noted;      /* the number of this call's description in this rank's notes, or 0 */
+    uint64_t described;  /* the number of the description of this call, or 0 */
 } Plan;
 
 /* Time for which a wait yields the processor before it calls Python. */
@@ -464,12 +464,13 @@ static int give_up(const Plan *self, int failed, PyObject *limit)
     return -1;
 }
 
-/* Writes a description of the call into this rank's notes, where peers can read it. */
-static int note(Plan *self)
+/* Writes a description of the call where peers can read it. */
+static int publish_call(Plan *self)
 {
-    PyObject *number = PyObject_CallMethod(self->over->callbacks, "note", "O", self->request);
-    uint64_t noted = number == NULL ? 0 : PyLong_AsUnsignedLongLong(number);
-    __atomic_store_n(&self->noted, noted, __ATOMIC_RELAXED);
+    PyObject *callbacks = self->over->callbacks;
+    PyObject *number = PyObject_CallMethod(callbacks, "publish_call", "O", self->request);
+    uint64_t described = number == NULL ? 0 : PyLong_AsUnsignedLongLong(number);
+    __atomic_store_n(&self->described, described, __ATOMIC_RELAXED);
     Py_XDECREF(number);
     return number == NULL ? -1 : 0;
 }
@@ -505,11 +506,11 @@ static int run_summed(PyObject *object, const struct view *src, const struct vie
     struct shared *s = &over->shared;
     struct plan *p = &self->plan;
     const struct view *one = src != NULL ? src : dst;
-    uint64_t *line = s->stages[s->rank].line, noted;
-    int is_long, unnoted = 0;
+    uint64_t *line = s->stages[s->rank].line, described;
+    int is_long, unpublished = 0;
     for (;;) {
         if (!begin(over)) {
-            if (unnoted) /* by another thread, or by a signal handler, during note() */
+            if (unpublished) /* by another thread, or by a signal handler, during publish_call() */
                 return 1;
             PyErr_SetString(PyExc_RuntimeError, "plan: a call is running; make one call at a time");
             return -1;
@@ -519,9 +520,9 @@ static int run_summed(PyObject *object, const struct view *src, const struct vie
             p->count = one != NULL ? one->nbytes / p->item : 0;
         is_long = p->count * p->item >= LONG_CALL_BYTES;
         int fit = fits(s, p, sends(s, p) ? src : NULL, takes(s, p) ? dst : NULL);
-        /* Another thread may have run since the arrays were viewed: during note(), which is Python
-           code, or while PyTorch made the result. It may have changed an array. */
-        if (fit > 0 && (unnoted || is_long)
+        /* Another thread may have run since the arrays were viewed: during publish_call(), which is
+           Python code, or while PyTorch made the result. It may have changed an array. */
+        if (fit > 0 && (unpublished || is_long)
             && ((src != NULL && !is_there(over->core, src))
                 || (dst != NULL && !is_there(over->core, dst))))
             fit = 0;
@@ -532,18 +533,18 @@ static int run_summed(PyObject *object, const struct view *src, const struct vie
                                                   "than the plan's");
             return fit < 0 ? -1 : 1;
         }
-        /* The notes are a ring of NOTES_KEPT descriptions: newer ones may have replaced this
-           call's. */
-        noted = __atomic_load_n(&self->noted, __ATOMIC_RELAXED);
-        if (noted != 0 && line[NOTES] - noted < NOTES_KEPT)
+        /* The segment keeps the last CALLS_KEPT descriptions: newer ones may have replaced
+           this call's. */
+        described = __atomic_load_n(&self->described, __ATOMIC_RELAXED);
+        if (described != 0 && line[DESCRIBED] - described < CALLS_KEPT)
             break;
-        /* A signal handler may make a call during note(), so this call does not run yet. */
+        /* A signal handler may make a call during publish_call(), so this call does not run yet. */
         end(over);
-        unnoted = 1;
-        if (note(self) < 0)
+        unpublished = 1;
+        if (publish_call(self) < 0)
             return -1;
     }
-    line[NOTED] = noted;
+    line[LAST_CALL] = described;
     over->request = self->request;
     over->limit = limit;
     over->ring = ring;
@@ -610,35 +611,36 @@ int check_unlocked(struct unlocked *call, PyObject *request)
     Py_ssize_t at, nbytes;
     const char *text;
     int read = described != NULL && PyArg_ParseTuple(described, "ny#:describe", &at, &text, &nbytes);
-    if (read && (at < 0 || nbytes > over->memory.len / NOTES_KEPT
-                 || at > over->memory.len - nbytes * NOTES_KEPT)) {
+    if (read && (at < 0 || nbytes > over->memory.len / CALLS_KEPT
+                 || at > over->memory.len - nbytes * CALLS_KEPT)) {
         PyErr_SetString(PyExc_ValueError, "describe: the descriptions are not in the segment");
         read = 0;
     }
-    if (read && (call->note = malloc((size_t)nbytes + 1)) == NULL) {
+    if (read && (call->description = malloc((size_t)nbytes + 1)) == NULL) {
         PyErr_NoMemory();
         read = 0;
     }
     if (read) {
-        memcpy(call->note, text, (size_t)nbytes);
-        call->note_bytes = (size_t)nbytes;
-        call->notes = (char *)over->memory.buf + at;
+        memcpy(call->description, text, (size_t)nbytes);
+        call->description_bytes = (size_t)nbytes;
+        call->descriptions = (char *)over->memory.buf + at;
     }
     Py_XDECREF(described);
     return read ? 1 : -1;
 }
 
 /* Returns the number of this call's description, which the peers can read. */
-static uint64_t noted_unlocked(Plan *self, const struct unlocked *call, uint64_t *line)
+static uint64_t publish_unlocked(Plan *self, const struct unlocked *call, uint64_t *line)
 {
-    uint64_t noted = __atomic_load_n(&self->noted, __ATOMIC_RELAXED);
-    if (noted != 0 && line[NOTES] - noted < NOTES_KEPT)
-        return noted;
-    noted = line[NOTES] + 1;
-    memcpy(call->notes + noted % NOTES_KEPT * call->note_bytes, call->note, call->note_bytes);
-    __atomic_store_n(&line[NOTES], noted, __ATOMIC_RELEASE);
-    __atomic_store_n(&self->noted, noted, __ATOMIC_RELAXED);
-    return noted;
+    uint64_t described = __atomic_load_n(&self->described, __ATOMIC_RELAXED);
+    if (described != 0 && line[DESCRIBED] - described < CALLS_KEPT)
+        return described;
+    described = line[DESCRIBED] + 1;
+    size_t nbytes = call->description_bytes;
+    memcpy(call->descriptions + described % CALLS_KEPT * nbytes, call->description, nbytes);
+    __atomic_store_n(&line[DESCRIBED], described, __ATOMIC_RELEASE);
+    __atomic_store_n(&self->described, described, __ATOMIC_RELAXED);
+    return described;
 }
 
 static struct view *view_unlocked(const struct unlocked *call, int which, const void *in, void *out,
@@ -680,7 +682,7 @@ int run_unlocked(const struct unlocked *call, const void *in, void *out, PyObjec
         return 1;
     }
     uint64_t *line = s->stages[s->rank].line;
-    line[NOTED] = noted_unlocked(self, call, line);
+    line[LAST_CALL] = publish_unlocked(self, call, line);
     over->request = self->request;
     over->limit = call->limit;
     over->ring = call->ring;

@@ -248,8 +248,9 @@ struct unlocked {
     int copies, clears; /* whether in is copied to out afterwards; whether out is set to zero */
     int dtype;
     size_t nbytes[BOTH];
-    char *note, *notes; /* the description of the call, and this rank's descriptions in the segment */
-    size_t note_bytes;
+    char *description; /* of the call */
+    size_t description_bytes;
+    char *descriptions; /* of this rank's calls, in the segment */
 };
 
 /* Makes a call, in a thread without the interpreter lock. Returns 0; 1, before anything has been
@@ -257,8 +258,8 @@ struct unlocked {
    exception in *error. */
 int run_unlocked(const struct unlocked *call, const void *in, void *out, PyObject **error);
 
-/* Checks that a call can be made in this way, and sets its patience, source and notes. Returns 1, 0
-   if Python must make the call, or -1 with an exception. */
+/* Checks that a call can be made in this way, and sets its patience, source and descriptions.
+   Returns 1, 0 if Python must make the call, or -1 with an exception. */
 int check_unlocked(struct unlocked *call, PyObject *request);
 
 /* Returns the number by which record_unlocked records a call of this place; -1 with an exception. */

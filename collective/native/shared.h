@@ -20,7 +20,7 @@ enum word {
     ASLEEP = 3,           /* see sleeping.h */
     INLINE = 4,           /* + 2 * parity: an input of at most INLINE_BYTES */
     LOCATION = 8,         /* + 8 * parity: segment and offset of the input, then of the output */
-    NOTED = 34, NOTES = 39, POSTED = 40, FOLDED = 48, READ = 56,
+    LAST_CALL = 34, DESCRIBED = 39, POSTED = 40, FOLDED = 48, READ = 56,
     SUMS = 57,            /* four words, in the cache line of READ; see announce_sums() */
     LINE_WORDS = 64
 };
@@ -45,9 +45,9 @@ struct segment {
    whether these were damaged on their way. */
 enum { ANNOUNCED = 3 };
 
-/* NOTES_KEPT: number of a rank's last calls that are described for its peers, as CALLS in
+/* CALLS_KEPT: number of a rank's last calls that are described for its peers, as CALLS in
    backends/shm/layout.py. SEGMENTS: number of symmetric segments that C can know at a time. */
-enum { NOTES_KEPT = 64, SEGMENTS = 64 };
+enum { CALLS_KEPT = 64, SEGMENTS = 64 };
 
 /* Waits until *word has reached value (see reached()), for as long as it takes. Called after the
    word has been polled in vain. Returns 0, or a negative number if the value will not come. */

@@ -54,7 +54,7 @@ static void drop(struct unlocked *entry)
     Py_XDECREF(entry->turn);
     Py_XDECREF(entry->limit);
     PyGILState_Release(state);
-    free(entry->note);
+    free(entry->description);
     free(entry);
 }
 

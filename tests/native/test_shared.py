@@ -87,7 +87,7 @@ class Host:
     def refuse(self, request: Any, rank: int, what: str) -> None:
         raise Damaged(f"{request}: rank {rank}: {what}")
 
-    def note(self, request: Any) -> int:
+    def publish_call(self, request: Any) -> int:
         self.words[39] += 1
         return self.words[39]
 

@@ -36,7 +36,7 @@ GARBAGE = (1 << 40, -1, (1 << 63) - 1, -(1 << 63))
 # Indices of the words in rank 1's line, as in control.py.
 _PEER = 2 * LINE
 _WAITING, _NOTICE = 24, 38
-_STEP, _PID, _EXCHANGED, _FAILED_AT, _LENGTH = _PEER, *(_PEER + at for at in (33, 35, 36, 37))
+_STEP, _PID, _PAYLOAD_LENGTH, _FAILED_AT, _LENGTH = _PEER, *(_PEER + at for at in (33, 35, 36, 37))
 
 
 @pytest.fixture
@@ -55,15 +55,15 @@ def test_impossible_step_of_peer_is_refused(control: Control, step: int) -> None
 
 
 @pytest.mark.parametrize("length", GARBAGE)
-def test_note_longer_than_memory_is_refused(control: Control, length: int) -> None:
-    control.words[_STEP], control.words[_EXCHANGED] = 1, length
+def test_payload_longer_than_memory_is_refused(control: Control, length: int) -> None:
+    control.words[_STEP], control.words[_PAYLOAD_LENGTH] = 1, length
     with pytest.raises(BackendError, match=f"damaged: a note of {length} bytes"):
         control.exchange(b"mine", 5.0)
 
 
 def test_call_description_without_json_is_refused(control: Control) -> None:
-    control.words[_STEP], control.words[_EXCHANGED] = 2, 4
-    at = control.layout.notes[1]
+    control.words[_STEP], control.words[_PAYLOAD_LENGTH] = 2, 4
+    at = control.layout.payloads[1]
     control.segment.map[at : at + 4] = b"\xff{[}"
     request: Any = type("Call", (), {"header": lambda self: b"{}"})()
     with pytest.raises(BackendError, match="the description of its call is not JSON"):

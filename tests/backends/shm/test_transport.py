@@ -305,21 +305,21 @@ def test_many_open_groups_reduce_separately(comm):
         group.close()
 
 
-# -- notes and waiting ---------------------------------------------------------------------
+# -- payloads and waiting ------------------------------------------------------------------
 
 
 @on_ranks("two")
-def test_long_notes_are_exchanged(comm) -> None:
-    note = {"rank": comm.rank, "bulk": "x" * (1_200_000 + 70_000 * comm.rank)}
-    notes = comm.all_gather_object(note)
-    assert [f["rank"] for f in notes] == list(range(comm.size))
-    assert [len(f["bulk"]) for f in notes] == [1_200_000 + 70_000 * r for r in range(comm.size)]
+def test_long_payloads_are_exchanged(comm) -> None:
+    payload = {"rank": comm.rank, "bulk": "x" * (1_200_000 + 70_000 * comm.rank)}
+    payloads = comm.all_gather_object(payload)
+    assert [f["rank"] for f in payloads] == list(range(comm.size))
+    assert [len(f["bulk"]) for f in payloads] == [1_200_000 + 70_000 * r for r in range(comm.size)]
     tree = {f"key_{k:06}": np.ones(1) for k in range(6000)}
     if comm.rank == 1:
         tree["key_005999"] = np.ones(2)
     with pytest.raises(MismatchError, match="all_reduce") as caught:
         comm.all_reduce(tree)
-    assert len(str(caught.value)) > 2 * (64 << 10), "the test is void: the notes are short"
+    assert len(str(caught.value)) > 2 * (64 << 10), "the test is void: the headers are short"
     assert comm.all_reduce(np.ones(1))[0] == comm.size
 
 
