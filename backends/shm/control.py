@@ -248,7 +248,7 @@ class Control:
 
     def disagreement(self, request: Request, deadline: Deadline) -> Disagreement:
         """Return the error for digests that differ; all ranks call this together."""
-        headers = self.exchange(request.header(), deadline)
+        headers = self.share(request.header(), deadline)
         for rank, header in enumerate(headers):
             try:
                 json.loads(header)
@@ -287,8 +287,8 @@ class Control:
         if not ORDERED:
             fence()
 
-    def exchange(self, payload: bytes, deadline: Deadline) -> list[bytes]:
-        """Return the payloads of all ranks, of any length: each round moves some pages."""
+    def share(self, payload: bytes, deadline: Deadline) -> list[bytes]:
+        """Share a payload of any length; return those of all ranks. A round moves some pages."""
         words, where = self.words, self.layout.payloads
         words[self._line + _PAYLOAD_LENGTH] = len(payload)
         parts: list[list[bytes]] = [[] for _ in range(self.size)]
@@ -581,7 +581,7 @@ class Control:
 
     def unanimous(self, mine: bool, deadline: Deadline) -> bool:
         """Return whether all ranks vote yes; the result is the same on all ranks."""
-        return all(vote == b"\1" for vote in self.exchange(b"\1" if mine else b"\0", deadline))
+        return all(vote == b"\1" for vote in self.share(b"\1" if mine else b"\0", deadline))
 
     def broken_by(self, failure: Failure, what: object) -> Exception:
         """Break the communicator, and return the error to raise: the earliest cause of any rank.

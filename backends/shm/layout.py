@@ -12,7 +12,7 @@ LINE = 64
 #: Bytes of a slot. Arrays up to this length are copied through slots: two copies in cache cost less
 #: than a second wait.
 SLOT_BYTES = 256 << 10
-#: Bytes that a rank writes for its peers in one step of an exchange.
+#: Bytes that a rank writes for its peers in one round of :meth:`.control.Control.share`.
 PAYLOAD_BYTES = 64 << 10
 #: Bytes of the report in which a rank explains why it has broken the communicator.
 FAILURE_BYTES = 32 << 10

@@ -94,14 +94,14 @@ class Heap:
                 message = segment.path.encode()
             except Exception as error:  # send the error to the other ranks, which wait for a path
                 message = b"!" + str(error).encode()
-        message = control.exchange(message, deadline)[0]
+        message = control.share(message, deadline)[0]
         failed = b""
         if not message.startswith(b"!") and segment is None:
             try:
                 segment = Segment.open(message.decode(), stride * control.size)
             except Exception as error:
                 failed = str(error).encode()
-        failures = [message[1:]] if message.startswith(b"!") else control.exchange(failed, deadline)
+        failures = [message[1:]] if message.startswith(b"!") else control.share(failed, deadline)
         if segment is not None:
             segment.unlink()
             # Only the mapping is needed. The locks of the control segment show which ranks live.
@@ -146,7 +146,7 @@ class Heap:
             # message makes all ranks return None.
             pass
         mapped = []
-        messages = control.exchange(message, deadline)
+        messages = control.share(message, deadline)
         if all(messages):
             try:
                 for path, device, inode in map(json.loads, messages):

@@ -174,7 +174,7 @@ class ShmBackend(OneSided):
         reads = self._can_read(probe, deadline)
         protocol = native.PROTOCOL if native.chosen.extension is not None else 0
         vote = bytes([reads, protocol, control.crowded, cached_bytes() >> 20])
-        votes = [tuple(other) for other in control.exchange(vote, deadline)]
+        votes = [tuple(other) for other in control.share(vote, deadline)]
         # All ranks have read the probe before they vote.
         del probe
         for rank, other in enumerate(votes):

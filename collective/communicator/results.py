@@ -126,7 +126,7 @@ class Results:
         with _telling_peers(path):
             checksums = run(path, planned, src, dst, deadline)
         self._count(planned.request)
-        _exchange_and_check(path, planned.request, checksums, deadline)
+        _gather_and_check(path, planned.request, checksums, deadline)
 
     def _count(self, request: Request) -> None:
         # The head of a call is compared if its call is due, but it is no call.
@@ -152,7 +152,7 @@ class Results:
         """
         with _telling_peers(path):
             checksums = _of_report(report, dst)
-        _exchange_and_check(path, request, checksums, deadline)
+        _gather_and_check(path, request, checksums, deadline)
 
 
 @contextmanager
@@ -290,7 +290,7 @@ def _floats(buffer: Buffer) -> Array:
 # -- all ranks' checksums --------------------------------------------------------------------------
 
 
-class _Exchange(Planned):
+class _ChecksumGather(Planned):
     """Plan that gathers the checksums of a request's calls, with buffers for all these calls.
 
     Each checksum travels with its complement, so that a flip in this message is not mistaken for a
@@ -335,20 +335,20 @@ class _Exchange(Planned):
         return rows, damaged.tolist()
 
 
-def _exchange_and_check(
+def _gather_and_check(
     path: _Path, call: Request, checksums: Array | _Announced, deadline: Deadline
 ) -> None:
-    """Check the checksums of the call that was made last, after an exchange if necessary.
+    """Check the checksums of the call that was made last, after gathering them if necessary.
 
     Raises:
         CorruptionError: as :func:`_refuse_damaged` and :func:`_refuse_wrong`.
     """
     number = path.recorder.started
-    shared: _Announced | _Exchange
+    shared: _Announced | _ChecksumGather
     if isinstance(checksums, _Announced):
         shared = checksums
     else:
-        shared = _exchange(path, call, checksums, deadline)
+        shared = _gather_checksums(path, call, checksums, deadline)
     if call.operation == "all_reduce" and shared.alike:
         return
     table, damaged = shared.read()
@@ -356,16 +356,18 @@ def _exchange_and_check(
     _refuse_wrong(path, call, number, table)
 
 
-def _exchange(path: _Path, call: Request, words: Array, deadline: Deadline) -> _Exchange:
-    """Exchange the checksums of a call between all ranks."""
+def _gather_checksums(
+    path: _Path, call: Request, words: Array, deadline: Deadline
+) -> _ChecksumGather:
+    """Gather the checksums of a call from all ranks, on every rank."""
     key = "results", call
-    exchange = path.plans.get(key)
-    if exchange is None:
-        exchange = path.remember(key, _Exchange(path, call, words.size))
-    assert isinstance(exchange, _Exchange)
-    exchange.write(words)
-    path.run_recorded(exchange, exchange.sent, exchange.received, deadline)
-    return exchange
+    gather = path.plans.get(key)
+    if gather is None:
+        gather = path.remember(key, _ChecksumGather(path, call, words.size))
+    assert isinstance(gather, _ChecksumGather)
+    gather.write(words)
+    path.run_recorded(gather, gather.sent, gather.received, deadline)
+    return gather
 
 
 def _refuse_damaged(path: _Path, call: Request, number: int, damaged: Sequence[int]) -> None:

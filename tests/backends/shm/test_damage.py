@@ -58,7 +58,7 @@ def test_impossible_step_of_peer_is_refused(control: Control, step: int) -> None
 def test_payload_longer_than_memory_is_refused(control: Control, length: int) -> None:
     control.words[_STEP], control.words[_PAYLOAD_LENGTH] = 1, length
     with pytest.raises(BackendError, match=f"damaged: a note of {length} bytes"):
-        control.exchange(b"mine", 5.0)
+        control.share(b"mine", 5.0)
 
 
 def test_call_description_without_json_is_refused(control: Control) -> None:
