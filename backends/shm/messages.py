@@ -1,7 +1,7 @@
 """Messages in Python over the rings, for communicators in which some rank lacks the native core.
 
-A message is a header and its bytes. If it may, the receiver reads a long message directly in the
-sender's memory. Then the ring holds only the header. The receiver takes the header off the ring
+A message is a prefix and its bytes. If it may, the receiver reads a long message directly in the
+sender's memory. Then the ring holds only the prefix. The receiver takes the prefix off the ring
 when it has all bytes. The sender waits for that before it returns the memory to its caller.
 
 A message whose tag no receiver has asked for yet must not block the messages behind it. So each
@@ -23,7 +23,7 @@ from collective.native import NOBODY
 
 from .control import Control
 from .memory import PeerMemory, address_of
-from .ring import Array, Header, Ring, refuse
+from .ring import Array, Prefix, Ring, refuse
 
 __all__ = ["RingMessages", "describe", "wait_for_message"]
 
@@ -95,10 +95,10 @@ class RingMessages:
         ring = self._outgoing[to]
         is_long = content.size > ring.capacity // 2
         address = address_of(content) if is_long and self._single_copy else 0
-        # A message owns the ring from its header to its end.
+        # A message owns the ring from its prefix to its end.
         while not ring.lock.acquire(blocking=False):
             yield
-        yield from ring.put(Header(content.size, tag, address))
+        yield from ring.put(Prefix(content.size, tag, address))
         if address:
             while ring.filled():
                 yield
@@ -147,44 +147,44 @@ class _Inbox:
         Raises:
             BackendError: the data in the ring is no message, or the message has another length.
         """
-        # The message's bytes follow its header. The next header comes after these bytes.
+        # The message's bytes follow its prefix. The next prefix comes after these bytes.
         while _is_over(self._keeping):
             if kept := self._kept.get(tag):
                 content = kept.popleft()
                 self._check_length(content.size, out)
                 out[:] = content
                 return iter(())
-            header = self.ring.header()
-            if header is None:
+            prefix = self.ring.prefix()
+            if prefix is None:
                 return None
-            if not 0 <= header.nbytes < _NO_LENGTH:
-                refuse(self._control, self.ring.peer, f"the header {tuple(header)} is not valid")
-            if header.tag == tag:
-                self._check_length(header.nbytes, out)
-                return self._take(header, out)
-            self._keeping = self._keep(header)
+            if not 0 <= prefix.nbytes < _NO_LENGTH:
+                refuse(self._control, self.ring.peer, f"the header {tuple(prefix)} is not valid")
+            if prefix.tag == tag:
+                self._check_length(prefix.nbytes, out)
+                return self._take(prefix, out)
+            self._keeping = self._keep(prefix)
         return None
 
     def _check_length(self, nbytes: int, out: Array) -> None:
         if nbytes != out.size:
             refuse(self._control, self.ring.peer, f"{nbytes} bytes in place of {out.size}")
 
-    def _take(self, header: Header, out: Array) -> Iterator[None]:
-        if not header.address:
-            self.ring.drop_header()
+    def _take(self, prefix: Prefix, out: Array) -> Iterator[None]:
+        if not prefix.address:
+            self.ring.drop_prefix()
             yield from self.ring.read(out)
             return
-        self._peers.fetch(self.ring.peer, header.address, out)
-        # The sender does not change the memory until the header is gone, or until it gives up. In
+        self._peers.fetch(self.ring.peer, prefix.address, out)
+        # The sender does not change the memory until the prefix is gone, or until it gives up. In
         # the second case it breaks the communicator before it changes anything. So if the
         # communicator is not broken now, the copy is valid.
-        self._control.refuse_broken(f"recv(tag={header.tag})")
-        self.ring.drop_header()
+        self._control.refuse_broken(f"recv(tag={prefix.tag})")
+        self.ring.drop_prefix()
 
-    def _keep(self, header: Header) -> Iterator[None]:
-        content = np.empty(header.nbytes, np.uint8)
-        yield from self._take(header, content)
-        self._kept.setdefault(header.tag, deque()).append(content)
+    def _keep(self, prefix: Prefix) -> Iterator[None]:
+        content = np.empty(prefix.nbytes, np.uint8)
+        yield from self._take(prefix, content)
+        self._kept.setdefault(prefix.tag, deque()).append(content)
 
 
 def _is_over(steps: Iterator[None]) -> bool:

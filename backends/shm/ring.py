@@ -15,21 +15,21 @@ import numpy as np
 from .control import Control
 from .fence import fence
 
-__all__ = ["Header", "Ring", "refuse"]
+__all__ = ["Prefix", "Ring", "refuse"]
 
 Array = np.ndarray[Any, Any]
 
 # Words at the beginning of a ring, each in a cache line of its own: bytes that the sender has
 # written, and bytes that the receiver has read. Each end writes only its own count.
 _WRITTEN, _READ = 0, 64
-_HEADER_BYTES = 24
+_PREFIX_BYTES = 24
 
 
-class Header(NamedTuple):
+class Prefix(NamedTuple):
     """Beginning of a message, with one word for each attribute.
 
     Attributes:
-        nbytes: length of the message, without header and padding.
+        nbytes: length of the message, without prefix and padding.
         tag: tag of the message.
         address: address of the bytes in the sender's memory, or 0 if they follow in the ring.
     """
@@ -46,14 +46,14 @@ class Ring:
     other end may read these bytes, or overwrite them. A long message goes through the ring in parts
     of a quarter of the ring. So one end copies a part while the other end copies the part before.
 
-    Headers and messages begin at whole words. So both counts are multiples of 8, and no word of a
-    header is split at the end of the ring.
+    Prefixes and messages begin at whole words. So both counts are multiples of 8, and no word of a
+    prefix is split at the end of the ring.
 
     Attributes:
         capacity: bytes that the ring holds.
         peer: rank at the other end.
         lock: held by the thread that is in the middle of a message at this end. A call that fails
-            in the middle keeps the lock, since the next bytes in the ring are no header.
+            in the middle keeps the lock, since the next bytes in the ring are no prefix.
     """
 
     def __init__(self, control: Control, src: int, dst: int) -> None:
@@ -81,16 +81,16 @@ class Ring:
 
     # -- for the sender -------------------------------------------------------------------
 
-    def put(self, header: Header) -> Iterator[None]:
-        """Write a header; yield while there is no room for all of it."""
-        while self.capacity - self.filled() < _HEADER_BYTES:
+    def put(self, prefix: Prefix) -> Iterator[None]:
+        """Write a prefix; yield while there is no room for all of it."""
+        while self.capacity - self.filled() < _PREFIX_BYTES:
             yield
         written = self._counts[_WRITTEN]
-        for index, word in enumerate(header, written // 8):
+        for index, word in enumerate(prefix, written // 8):
             self._cells[index % len(self._cells)] = word
         # The receiver reads the words as soon as the count covers them, so write the count last.
         fence()
-        self._counts[_WRITTEN] = written + _HEADER_BYTES
+        self._counts[_WRITTEN] = written + _PREFIX_BYTES
 
     def write(self, source: Array) -> Iterator[None]:
         """Write bytes; yield while there is no room."""
@@ -112,21 +112,21 @@ class Ring:
 
     # -- for the receiver -----------------------------------------------------------------
 
-    def header(self) -> Header | None:
-        """Return the next header and leave it in the ring; None if there is no header yet."""
-        if self.filled() < _HEADER_BYTES:
+    def prefix(self) -> Prefix | None:
+        """Return the next prefix and leave it in the ring; None if there is no prefix yet."""
+        if self.filled() < _PREFIX_BYTES:
             return None
         # The processor must not read the words before it reads the count.
         fence()
         start = self._counts[_READ] // 8
         cells = self._cells
-        return Header(*(cells[(start + index) % len(cells)] for index in range(3)))
+        return Prefix(*(cells[(start + index) % len(cells)] for index in range(3)))
 
-    def drop_header(self) -> None:
-        """Take the header off the ring."""
-        # The sender overwrites the header as soon as the count covers it, so write the count last.
+    def drop_prefix(self) -> None:
+        """Take the prefix off the ring."""
+        # The sender overwrites the prefix as soon as the count covers it, so write the count last.
         fence()
-        self._counts[_READ] += _HEADER_BYTES
+        self._counts[_READ] += _PREFIX_BYTES
 
     def read(self, out: Array) -> Iterator[None]:
         """Take as many bytes off the ring as ``out`` has; yield while they have not arrived."""

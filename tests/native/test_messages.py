@@ -232,7 +232,7 @@ def test_send_after_failure_writes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "header",
+    "prefix",
     [
         pytest.param((-1, 0, 0), id="negative length"),
         pytest.param((-8, 1, 0), id="negative length of another tag"),
@@ -241,10 +241,10 @@ def test_send_after_failure_writes_nothing() -> None:
         pytest.param((24, 0, 0), id="longer than the output"),
     ],
 )
-def test_invalid_header_is_refused(header: tuple[int, int, int]) -> None:
+def test_invalid_prefix_is_refused(prefix: tuple[int, int, int]) -> None:
     ends = Ends()
     at = (RINGS + PAGE) // 8
-    ends.words[at : at + 3] = memoryview(np.array(header)).cast("B").cast("q")
+    ends.words[at : at + 3] = memoryview(np.array(prefix)).cast("B").cast("q")
     ends.words[RINGS // 8] = 24
     with pytest.raises(Damaged, match="rank 0"):
         ends.receive(np.empty(2))

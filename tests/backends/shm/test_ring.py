@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from collective.backends.shm.control import Control
 from collective.backends.shm.layout import Layout
 from collective.backends.shm.messages import RingMessages
-from collective.backends.shm.ring import Header
+from collective.backends.shm.ring import Prefix
 from collective.backends.shm.segment import Segment
 from collective.contract.backend import ANY_SOURCE
 from collective.errors import BackendError, CommunicatorAbortedError
@@ -145,7 +145,7 @@ def test_full_ring_accepts_and_loses_nothing(pair):
     writing = pair.sender.write(data)
     assert next(writing, "over") is None
     assert pair.sender.filled() == capacity
-    assert next(pair.sender.put(Header(0, 0, 0)), "over") is None
+    assert next(pair.sender.put(Prefix(0, 0, 0)), "over") is None
     start, rest = np.empty(16, np.uint8), np.empty(data.size - 16, np.uint8)
     assert next(pair.receiver.read(start), "over") == "over"
     assert next(writing, "over") is None
@@ -156,7 +156,7 @@ def test_full_ring_accepts_and_loses_nothing(pair):
     np.testing.assert_array_equal(np.concatenate([start, rest]), data)
 
 
-def test_header_waits_for_room_for_whole_header(pair):
+def test_prefix_waits_for_room_for_whole_prefix(pair):
     filled = pair.sender.capacity - 16
     assert list(pair.sender.write(np.zeros(filled, np.uint8))) == []
     sending = pair.send(_data(3), tag=7)
@@ -271,22 +271,22 @@ def test_receives_of_two_threads_are_not_mixed_up(pair):
     np.testing.assert_array_equal(second.out, short)
 
 
-# Headers are length, tag, and address or 0. The receive asks for tag 0.
+# Prefixes are length, tag, and address or 0. The receive asks for tag 0.
 _MEMORY = np.zeros(64, np.uint8)
 _ADDRESS = _MEMORY.ctypes.data
 DAMAGED = {
-    "negative length": Header(-1, 0, 0),
-    "negative length of another tag": Header(-8, 1, 0),
-    "length of another tag above all memory": Header(1 << 60, 1, 0),
-    "shorter than the output": Header(8, 0, 0),
-    "longer than the output": Header(24, 0, 0),
-    "longer in the sender's memory": Header(24, 0, _ADDRESS),
+    "negative length": Prefix(-1, 0, 0),
+    "negative length of another tag": Prefix(-8, 1, 0),
+    "length of another tag above all memory": Prefix(1 << 60, 1, 0),
+    "shorter than the output": Prefix(8, 0, 0),
+    "longer than the output": Prefix(24, 0, 0),
+    "longer in the sender's memory": Prefix(24, 0, _ADDRESS),
 }
 
 
-@pytest.mark.parametrize("header", DAMAGED.values(), ids=DAMAGED)
-def test_invalid_header_breaks_communicator(pair, header):
-    assert list(pair.sender.put(header)) == []
+@pytest.mark.parametrize("prefix", DAMAGED.values(), ids=DAMAGED)
+def test_invalid_prefix_breaks_communicator(pair, prefix):
+    assert list(pair.sender.put(prefix)) == []
     with pytest.raises(BackendError, match="rank 0's messages to rank 1 are damaged"):
         pair.receive(16).advance()
     with pytest.raises(CommunicatorAbortedError, match="are damaged"):
@@ -300,11 +300,11 @@ def test_kept_message_of_wrong_length_breaks_communicator(pair):
         pair.receive(16, tag=1).advance()
 
 
-@pytest.mark.parametrize("after", [0, 24], ids=["before a header", "after a header"])
+@pytest.mark.parametrize("after", [0, 24], ids=["before a prefix", "after a prefix"])
 def test_ring_above_capacity_breaks_communicator(pair, after):
     receive = pair.receive(16)
     if after:
-        assert list(pair.sender.put(Header(16, 0, 0))) == []
+        assert list(pair.sender.put(Prefix(16, 0, 0))) == []
         assert not receive.advance()
     pair.sender._counts[0] = after + pair.sender.capacity + 8
     with pytest.raises(BackendError, match="bytes in a ring of"):
@@ -319,7 +319,7 @@ def test_unaligned_ring_count_breaks_communicator(pair, end):
         pair.receive(16).advance()
 
 
-def test_partial_header_is_not_read(pair):
+def test_partial_prefix_is_not_read(pair):
     pair.sender._counts[0] = 16
     assert not pair.receive(16).advance()
     assert pair.sender.filled() == 16
