@@ -59,7 +59,7 @@ class Runnable(Protocol):
     @property
     def near(self) -> Near | None: ...
 
-    def prepared(self) -> Runnable: ...
+    def prepare(self) -> Runnable: ...
 
     def plan(self) -> Planned | None: ...
 
@@ -71,9 +71,9 @@ class Runnable(Protocol):
 class Postable(Protocol):
     """Interface of a point-to-point call."""
 
-    def exchanged(self, seconds: float) -> Any: ...
+    def try_in_c(self, seconds: float) -> Any: ...
 
-    def posted(self, seconds: float, async_op: bool) -> Any: ...
+    def make_in_python(self, seconds: float, async_op: bool) -> Any: ...
 
 
 class KindOfCall(Protocol):
@@ -295,7 +295,7 @@ class Path(_Gate):
             finally:
                 # Break the cycle error → traceback → frame → error, which keeps the call's arrays.
                 del error
-        call = kind.of_plain(self, x, out, op=op, order=order, root=root, counts=counts).prepared()
+        call = kind.of_plain(self, x, out, op=op, order=order, root=root, counts=counts).prepare()
         began = self.recorder.entries(1)[0].began
         return call.go_on(error.headers, Deadline.since(began, self.timeout))
 
@@ -342,7 +342,7 @@ class Path(_Gate):
         """
         if self.drain is not None:
             self.drain()
-        prepared = call.prepared()
+        prepared = call.prepare()
         seconds = self.timeout if timeout is None else self.check_timeout(timeout)
         return self.go(prepared, seconds, async_op)
 
@@ -445,10 +445,10 @@ class Path(_Gate):
             self.drain()
         seconds = self.timeout if timeout is None else self.check_timeout(timeout)
         if not async_op:
-            result = message.exchanged(seconds)
+            result = message.try_in_c(seconds)
             if result is not NotImplemented:
                 return result
-        return message.posted(seconds, async_op)
+        return message.make_in_python(seconds, async_op)
 
     def transfer(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a method of the transport that sends or receives, and return its result."""

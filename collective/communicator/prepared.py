@@ -130,7 +130,7 @@ class PreparedCall(NotCopied):
         """Prepare the call on the present memory of the arrays."""
         out = self._arrays.get("out")
         arguments = self._arguments if out is None else {**self._arguments, "out": out}
-        self._call: Call = self._kind(self._path, **arguments).prepared()
+        self._call: Call = self._kind(self._path, **arguments).prepare()
         # The method in C remembers its plans, too, and then does not call Python. Without `out` it
         # would make a new array in every call.
         has_output = out is not None or self.operation == "barrier"

@@ -51,7 +51,7 @@ class Barrier(Call):
             "barrier", path.planned(Request("barrier"), fixed=True)
         )
 
-    def prepared(self) -> Call:
+    def prepare(self) -> Call:
         self._planned = self.plan()
         return self
 
@@ -167,7 +167,7 @@ class _Broadcasting(Call):
 class Broadcast(_Broadcasting):
     """Broadcast in which this rank passes an array, as ``x`` or as ``out``.
 
-    For a structure and for None, :meth:`prepared` returns a call of another class.
+    For a structure and for None, :meth:`prepare` returns a call of another class.
 
     See :meth:`Communicator.broadcast`.
     """
@@ -204,7 +204,7 @@ class Broadcast(_Broadcasting):
             planned = path.remember(key, path.planned(request))
         return planned
 
-    def prepared(self) -> Call:
+    def prepare(self) -> Call:
         path, x, out = self.path, self.x, self.out
         if path.enqueues and (out is x or (out is None and path.rank == self.root)):
             spot = spot_of(path, x)

@@ -29,7 +29,7 @@ class Call(ABC):
     A call is made in four steps:
 
     1. The constructor checks and stores the arguments.
-    2. :meth:`prepared` views the arrays, finds the plan and determines where the result goes. It
+    2. :meth:`prepare` views the arrays, finds the plan and determines where the result goes. It
        sends nothing, and afterwards the call may be run several times.
     3. :meth:`run` moves the data and returns the result.
     4. If the ranks' calls differ, :meth:`recover` completes the call, where a difference is
@@ -40,7 +40,7 @@ class Call(ABC):
 
     Attributes:
         operation: name of the communicator's method.
-        near: the call's array on a GPU, if the call has one; set by :meth:`prepared`.
+        near: the call's array on a GPU, if the call has one; set by :meth:`prepare`.
         several_streams: whether the call's arrays are on several streams of a GPU.
     """
 
@@ -69,7 +69,7 @@ class Call(ABC):
         """Return the plan of a plain call, for C; None if Python makes it."""
         raise NotImplementedError(f"{type(self).__name__}: C makes no such calls")
 
-    def prepared(self) -> Call:
+    def prepare(self) -> Call:
         """View the arrays, and find the plan; return the call to run.
 
         The returned call is this one, or another object for nested arrays or arrays on GPUs.

@@ -21,7 +21,7 @@ from ..path import Path
 from ..streams import Near
 from .views import adapter_for, check_device, device_view, room_on_gpu, view
 
-__all__ = ["WORDS", "arrived", "arriving", "check_out", "message_of", "room_for"]
+__all__ = ["WORDS", "build_result", "check_out", "message_of", "read_words", "room_for"]
 
 _UINT8 = dtypes.BY_NAME["uint8"]
 #: Number of words of the head that begins every message: kind, dtype code, number of bytes, number
@@ -139,7 +139,7 @@ def _direct(path: Path, words: Sequence[int], out: Any, follows: bool) -> Buffer
     return Buffer(array.ravel(), dtype).bytes()
 
 
-def arrived(
+def build_result(
     path: Path, what: str, source: int, words: Sequence[int], payload: Buffer, out: Any, like: Any
 ) -> Any:
     """Return the result of a receive: ``out``, or a new array or structure.
@@ -171,7 +171,7 @@ def arrived(
     return output.finish()
 
 
-def arriving(what: str, head: Head) -> list[int]:
+def read_words(what: str, head: Head) -> list[int]:
     """Return the words of a head that a peer sent.
 
     Raises:

@@ -73,7 +73,7 @@ class _Collection(Pieces):
             planned = self.path.remember(key, self.plan_pieces(self.axis, self._counts))
         return planned
 
-    def prepared(self) -> Call:
+    def prepare(self) -> Call:
         path, what, x = self.path, self.operation, self.x
         if path.enqueues and (short := straight(self, x, self.out)) is not None:
             return short
@@ -202,10 +202,10 @@ class AllToAll(Pieces):
         return cls(path, x, None, 0, out)
 
     def plan(self) -> Planned | None:
-        self.prepared()
+        self.prepare()
         return self.planned
 
-    def prepared(self) -> Call:
+    def prepare(self) -> Call:
         path, what = self.path, self.operation
         self.nesting = nested.skeleton(self.x)
         self.leaves = [Leaf(what, leaf, self.axis) for leaf in views(path, what, self.x)]

@@ -23,7 +23,7 @@ from ..path import Path
 from ..results import exchange_checksums, receive_checksum, send_checksum
 from ..status import NULL, Status
 from ..streams import Near, settle, stream_work, with_site, within
-from .contents import WORDS, arrived, arriving, check_out, message_of, room_for
+from .contents import WORDS, build_result, check_out, message_of, read_words, room_for
 from .views import adapter_for
 
 __all__ = ["Recv", "Send", "SendRecv"]
@@ -38,8 +38,8 @@ Direction = tuple[str, "int | None", "int | None", int]
 class _Message:
     """One call between two ranks.
 
-    The native core makes plain calls (:meth:`exchanged`). The other calls are made in Python, at
-    once or in the lane of their direction, peer and tag (:meth:`posted`).
+    The native core makes plain calls (:meth:`try_in_c`). The other calls are made in Python, at
+    once or in the lane of their direction, peer and tag (:meth:`make_in_python`).
 
     Attributes:
         path: path of the communicator.
@@ -49,14 +49,14 @@ class _Message:
     path: Path
     tag: Any
 
-    def exchanged(self, seconds: float) -> Any:
+    def try_in_c(self, seconds: float) -> Any:
         """Exchange plain arrays in C, by the transport; return the call's result.
 
         Return ``NotImplemented`` if nothing was done; see :func:`collective.native.messages`.
         """
         return NotImplemented
 
-    def posted(self, seconds: float, async_op: bool) -> Any:
+    def make_in_python(self, seconds: float, async_op: bool) -> Any:
         """Make the call in Python; return its result, or a ``Work``."""
         raise NotImplementedError
 
@@ -107,11 +107,11 @@ class Send(_Message):
         self._hosted = hosted
         self._what = what
 
-    def exchanged(self, seconds: float) -> Any:
+    def try_in_c(self, seconds: float) -> Any:
         done = self.in_c(self.x, self.dst, None, NOBODY, Deadline(seconds))
         return NotImplemented if done is NotImplemented else self._result
 
-    def posted(self, seconds: float, async_op: bool) -> Any:
+    def make_in_python(self, seconds: float, async_op: bool) -> Any:
         path, what = self.path, self._what
         if is_null(self.dst):
             return self.result_of_nobody(what, self._result, async_op)
@@ -143,7 +143,7 @@ class Recv(_Message):
         self._what = what
         self._heard = heard
 
-    def exchanged(self, seconds: float) -> Any:
+    def try_in_c(self, seconds: float) -> Any:
         if self.out is None or self.like is not None:
             return NotImplemented
         source = self.in_c(None, NOBODY, self.out, self.src, Deadline(seconds))
@@ -153,7 +153,7 @@ class Recv(_Message):
             self._status.source = source
         return self.out
 
-    def posted(self, seconds: float, async_op: bool) -> Any:
+    def make_in_python(self, seconds: float, async_op: bool) -> Any:
         path, what, src = self.path, self._what, self.src
         if is_null(src):
             if self._status is not None:
@@ -182,16 +182,16 @@ class Recv(_Message):
         source = path.transfer(path.backend.recv, head.buffer, src, tag, deadline)
         if self._status is not None:
             self._status.source = source
-        words = arriving(self._what, head)
+        words = read_words(self._what, head)
         like = self.like if out is None else out
         payload, follows, direct = room_for(path, head, words, out, like)
         if follows:
             path.transfer(path.backend.recv, payload, source, tag, deadline)
         if path.results is not None:
             receive_checksum(path, head, payload if follows else None, source, tag, deadline)
-        result = (
-            out if direct else arrived(path, self._what, source, words, payload, out, self.like)
-        )
+        result = out
+        if not direct:
+            result = build_result(path, self._what, source, words, payload, out, self.like)
         if near is None:
             settle(path, self._what, payload.array, deadline)
         return result
@@ -216,7 +216,7 @@ class SendRecv(_Message):
         """Return the call that receives the message of a ``sendrecv`` whose ``x`` C has sent."""
         return Recv(path, out, src, tag, next(iter(nested.flatten(x))), None, "sendrecv")
 
-    def exchanged(self, seconds: float) -> Any:
+    def try_in_c(self, seconds: float) -> Any:
         if self.like is not None or self.src == ANY_SOURCE:
             return NotImplemented
         deadline = Deadline(seconds)
@@ -227,7 +227,7 @@ class SendRecv(_Message):
             )
         return source if source is NotImplemented else self.out
 
-    def posted(self, seconds: float, async_op: bool) -> Any:
+    def make_in_python(self, seconds: float, async_op: bool) -> Any:
         path, what = self.path, "sendrecv"
         if is_null(self.dst) or is_null(self.src):
             return self._one_way(seconds, async_op)
@@ -289,7 +289,7 @@ class SendRecv(_Message):
         deadline = Deadline(seconds)
         coming = Head(WORDS)
         path.transfer(backend.sendrecv, head.buffer, dst, coming.buffer, src, tag, deadline)
-        words = arriving("sendrecv", coming)
+        words = read_words("sendrecv", coming)
         # Receive into new memory: `out` may overlap `x`, which has not been sent completely.
         received, follows, _ = room_for(path, coming, words, None, like if out is None else out)
         if payload is not None and follows:
@@ -301,7 +301,7 @@ class SendRecv(_Message):
         if path.results is not None:
             arrivals = coming, received if follows else None
             exchange_checksums(path, (head, payload), arrivals, dst, src, tag, deadline)
-        return arrived(path, "sendrecv", src, words, received, out, like)
+        return build_result(path, "sendrecv", src, words, received, out, like)
 
 
 def _send(

@@ -67,7 +67,7 @@ class Reduction(FoldCall):
         key = self.operation, spot.dtype, spot.shape, self.op, self.order, False, self.root
         return self.path.plans.get(key), spot.shape if self.receives else None
 
-    def prepared(self) -> Call:
+    def prepare(self) -> Call:
         path, x = self.path, self.x
         if type(self.order) is Shards:
             return ShardedFold(self)
@@ -206,7 +206,7 @@ class ReduceScatter(CuttingFoldCall):
             key, dtype, array.shape, on_host, elements, axis=rows.axis, counts=self.agreed_counts
         )
 
-    def prepared(self) -> Call:
+    def prepare(self) -> Call:
         if type(self.order) is Shards:
             return ShardedFold(self)
         if type(self.x) is not np.ndarray and nested.is_tree(self.x):

@@ -72,7 +72,7 @@ class Scatter(Call):
         request = self._root_request([known], 0) if at_root else self._guessed_request()
         return None if request is None else path.remember(key, path.planned(request))
 
-    def prepared(self) -> Call:
+    def prepare(self) -> Call:
         path = self.path
         self._leaves: list[Leaf] = []
         if path.rank == self.root:
