@@ -61,7 +61,7 @@ class Runnable(Protocol):
 
     def prepare(self) -> Runnable: ...
 
-    def plan(self) -> Planned | None: ...
+    def plan_for_c(self) -> Planned | None: ...
 
     def perform(self, deadline: Deadline) -> Any: ...
 
@@ -243,9 +243,11 @@ class Path(_Gate):
             x, op, order, root, counts: arguments of the call, as C has sorted them. ``x`` is the
                 array that determines dtype and shape, even if the program passed it as ``out``.
         """
-        return kind.of_plain(self, x, None, op=op, order=order, root=root, counts=counts).plan()
+        return kind.of_plain(
+            self, x, None, op=op, order=order, root=root, counts=counts
+        ).plan_for_c()
 
-    def run_plan(
+    def run_python_plan(
         self, request: Request, plan: Plan, x: Any, x_count: int, out: Any, out_count: int,
         deadline: Deadline,
     ) -> None:  # fmt: skip

@@ -66,21 +66,21 @@ static int can_make(const struct operation *operation, PyObject *ring, int *due)
 
    The field plain is a method of a plan that is written in Python. The method takes NumPy's arrays
    as they are, so that no Buffers are needed. The field is NULL if the plan has no such method. */
-struct prepared {
+struct entry {
     const struct operation *operation;
     PyObject *planned, *request, *plan, *plain, *op, *counts, *division;
     int ordered, root, dtype, ndim;
     int64_t shape[VIEW_DIMENSIONS];
 };
 
-#define PREPARED 128 /* a power of two */
+#define ENTRIES 128 /* a power of two */
 
 /* Several threads may use a door, so the table is read and changed in critical sections. */
 typedef struct {
     CORE_HEAD
     PyObject *ring, *queue;
     int rank, size;
-    struct prepared table[PREPARED];
+    struct entry table[ENTRIES];
 } Door;
 
 /* The attributes of a path that every call reads. Python sets them. C reads them from the struct,
@@ -285,7 +285,7 @@ static int read_call(const Door *door, struct call *call, PyObject *const *given
    are interned, so a call in a program always passes the same object. The table holds a reference,
    so no other string can be at that address. A string that the program creates anew for each call
    matches no entry; then Python finds the plan. */
-static int is_prepared(const struct prepared *p, const struct call *call)
+static int is_plan_of(const struct entry *p, const struct call *call)
 {
     const struct view *x = &call->views[0];
     return p->operation == call->operation && p->op == call->op && p->ordered == call->ordered
@@ -303,9 +303,9 @@ static PyObject *counts_of(const struct call *call)
 
 /* Empties an entry. The entry is cleared before the references are dropped: a finalizer that runs
    then may make a call that uses this table. */
-static void forget(struct prepared *p)
+static void forget(struct entry *p)
 {
-    struct prepared old = *p;
+    struct entry old = *p;
     memset(p, 0, sizeof *p);
     Py_XDECREF(old.planned);
     Py_XDECREF(old.request);
@@ -323,7 +323,7 @@ struct found {
     PyObject *request, *plain; /* only for a plan that is not in C */
 };
 
-static struct found found_in(const struct core *core, const struct prepared *p)
+static struct found found_in(const struct core *core, const struct entry *p)
 {
     int in_c = Py_TYPE(p->plan) == core->plan_type;
     return (struct found){Py_NewRef(p->plan), in_c ? NULL : Py_NewRef(p->request),
@@ -331,12 +331,12 @@ static struct found found_in(const struct core *core, const struct prepared *p)
 }
 
 /* Makes an entry of what plan_for_c has returned; returns its plan, or none with an exception. */
-static struct found fill(Door *door, struct prepared *p, const struct call *call,
+static struct found fill(Door *door, struct entry *p, const struct call *call,
                          PyObject *planned)
 {
     const struct view *x = &call->views[0];
     struct found found = {NULL, NULL, NULL};
-    struct prepared entry = {
+    struct entry entry = {
         call->operation, Py_NewRef(planned), PyObject_GetAttrString(planned, "request"),
         PyObject_GetAttrString(planned, "plan"), NULL, Py_NewRef(call->op),
         Py_XNewRef(call->counts), Py_XNewRef(call->division), call->ordered, call->root,
@@ -349,7 +349,7 @@ static struct found fill(Door *door, struct prepared *p, const struct call *call
                 PyErr_Clear();
         }
         found = found_in(call->core, &entry);
-        struct prepared old;
+        struct entry old;
         (void)door;
         Py_BEGIN_CRITICAL_SECTION(door);
         old = *p;
@@ -370,7 +370,7 @@ static int are_there(const struct call *call)
 
 /* Finds the plan of a call in the table, or has Python make the plan. Returns no plan with an
    exception, or without one if Python must make the call. */
-static struct found prepare(Door *door, const struct call *call)
+static struct found find_plan(Door *door, const struct call *call)
 {
     const struct view *x = &call->views[0];
     struct found found = {NULL, NULL, NULL};
@@ -379,9 +379,9 @@ static struct found prepare(Door *door, const struct call *call)
                     + (call->counts ? 127 * (uint64_t)call->total + 1 : 0);
     for (int i = 0; i < x->ndim; i++)
         hash = (hash ^ (uint64_t)x->shape[i]) * UINT64_C(0x9E3779B97F4A7C15);
-    struct prepared *p = &door->table[(hash ^ hash >> 32) % PREPARED];
+    struct entry *p = &door->table[(hash ^ hash >> 32) % ENTRIES];
     Py_BEGIN_CRITICAL_SECTION(door);
-    if (is_prepared(p, call))
+    if (is_plan_of(p, call))
         found = found_in(call->core, p);
     Py_END_CRITICAL_SECTION();
     if (found.plan != NULL)
@@ -453,7 +453,7 @@ static int run_in_python(Door *door, const struct call *call, const struct found
             ran = PyObject_CallFunctionObjArgs(found->plain, x, out, deadline, NULL);
         else if ((of_x = count_of(call->src)) != NULL && (of_out = count_of(call->dst)) != NULL)
             /* A tensor can still get other memory, so the path compares the counts. */
-            ran = PyObject_CallMethodObjArgs((PyObject *)call->path, core->name_run_plan,
+            ran = PyObject_CallMethodObjArgs((PyObject *)call->path, core->name_run_python_plan,
                                              found->request, found->plan, x, of_x, out, of_out,
                                              deadline, NULL);
         state = ran == NULL ? -1 : 0;
@@ -482,7 +482,7 @@ static PyObject *result_of(const struct call *call, PyObject *compare)
 
 static PyObject *make(Door *door, struct call *call)
 {
-    struct found found = prepare(door, call);
+    struct found found = find_plan(door, call);
     if (found.plan == NULL)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
     PyObject *limit = read_field((PyObject *)call->path, &call->path->timeout), *done = NULL;
@@ -963,7 +963,7 @@ static int door_traverse(PyObject *object, visitproc visit, void *arg)
     Door *door = (Door *)object;
     Py_VISIT(door->ring);
     Py_VISIT(door->queue);
-    for (int i = 0; i < PREPARED; i++) {
+    for (int i = 0; i < ENTRIES; i++) {
         Py_VISIT(door->table[i].planned);
         Py_VISIT(door->table[i].plan);
         Py_VISIT(door->table[i].plain);
@@ -973,7 +973,7 @@ static int door_traverse(PyObject *object, visitproc visit, void *arg)
 
 static int door_clear(PyObject *object)
 {
-    for (int i = 0; i < PREPARED; i++)
+    for (int i = 0; i < ENTRIES; i++)
         forget(&((Door *)object)->table[i]);
     return 0;
 }
@@ -1026,7 +1026,7 @@ int add_door(PyObject *module, struct core *core)
         if ((core->arguments[i] = PyUnicode_InternFromString(argument_names[i])) == NULL)
             return -1;
     if (core->bound_method_type == NULL
-        || (core->name_run_plan = PyUnicode_InternFromString("run_plan")) == NULL
+        || (core->name_run_python_plan = PyUnicode_InternFromString("run_python_plan")) == NULL
         || (core->name_sum = PyUnicode_InternFromString("sum")) == NULL
         || (core->name_tag = PyUnicode_InternFromString("tag")) == NULL
         || (core->zero = PyLong_FromLong(0)) == NULL

@@ -52,7 +52,7 @@ enum argument { X, OUT, OP, ORDER, ROOT, TIMEOUT, ASYNC, COUNTS, AXIS, ARGUMENTS
     /* door.c */                                                                                   \
     EACH(PyTypeObject, door_type) EACH(PyTypeObject, gate_type) EACH(PyTypeObject, handle_type)    \
     EACH(PyObject, bound_method_type) /* types.MethodType */                                       \
-    EACH(PyObject, name_run_plan) EACH(PyObject, name_sum) EACH(PyObject, name_tag)                \
+    EACH(PyObject, name_run_python_plan) EACH(PyObject, name_sum) EACH(PyObject, name_tag)         \
     EACH(PyObject, zero) EACH(PyObject, nobody) EACH(PyObject, any)                                \
     /* plan_type.c, messages_type.c and record.c */                                                \
     EACH(PyTypeObject, plan_type) EACH(PyTypeObject, messages_type) EACH(PyTypeObject, ring_type)  \

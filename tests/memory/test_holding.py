@@ -172,9 +172,9 @@ def change_before_view(comm: Communicator, name: str, operation: str = "all_redu
     """Replace a tensor's memory between C's look at it and the view; return the error's text."""
     import torch
 
-    def run_plan(*arguments: Any) -> None:
+    def run_python_plan(*arguments: Any) -> None:
         change(torch, x)
-        type(path).run_plan(path, *arguments)
+        type(path).run_python_plan(path, *arguments)
 
     change, path = CHANGES[name][0], comm._path
     x, out = torch.ones(64), torch.ones(32 if operation == "scatter" else 64)
@@ -183,12 +183,12 @@ def change_before_view(comm: Communicator, name: str, operation: str = "all_redu
     call(mine, out=out)  # the first call makes the plan
     text = ""
     if comm.rank == 0:
-        path.run_plan = run_plan  # as if another thread ran there
+        path.run_python_plan = run_python_plan  # as if another thread ran there
         try:
             call(mine, out=out)
         except InvalidArgumentError as error:
             text = str(error)
-        del path.run_plan
+        del path.run_python_plan
     call(None if mine is None else torch.ones(64), out=out)  # the refused call has sent nothing
     assert out.eq(comm.size if operation == "all_reduce" else 1).all()
     return text

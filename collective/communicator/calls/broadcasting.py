@@ -45,14 +45,14 @@ class Barrier(Call):
     ) -> Self:  # fmt: skip
         return cls(path)
 
-    def plan(self) -> Planned:
+    def plan_for_c(self) -> Planned:
         path = self.path
         return path.plans.get("barrier") or path.remember(
             "barrier", path.planned(Request("barrier"), fixed=True)
         )
 
     def prepare(self) -> Call:
-        self._planned = self.plan()
+        self._planned = self.plan_for_c()
         return self
 
     def run(self, deadline: Deadline) -> None:
@@ -191,7 +191,7 @@ class Broadcast(_Broadcasting):
     ) -> Self:  # fmt: skip
         return cls(path, x, root, out, None)
 
-    def plan(self) -> Planned | None:
+    def plan_for_c(self) -> Planned | None:
         return self._plan_of(view(self.path, self.operation, self.template))
 
     def _plan_of(self, seen: View) -> Planned:

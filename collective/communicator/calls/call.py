@@ -65,7 +65,7 @@ class Call(ABC):
         """
         raise NotImplementedError(f"{cls.__name__}: C makes no such calls")
 
-    def plan(self) -> Planned | None:
+    def plan_for_c(self) -> Planned | None:
         """Return the plan of a plain call, for C; None if Python makes it."""
         raise NotImplementedError(f"{type(self).__name__}: C makes no such calls")
 

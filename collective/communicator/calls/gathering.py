@@ -50,7 +50,7 @@ class _Collection(Pieces):
         self.hosted = hosted
         self._counts = None if counts is None else check_counts(self.operation, counts, path.size)
 
-    def plan(self) -> Planned | None:
+    def plan_for_c(self) -> Planned | None:
         return self._plan_of(view(self.path, self.operation, self.x))
 
     def known_plan(self, spot: Spot) -> tuple[Planned | None, tuple[int, ...] | None]:
@@ -201,7 +201,7 @@ class AllToAll(Pieces):
     ) -> Self:  # fmt: skip
         return cls(path, x, None, 0, out)
 
-    def plan(self) -> Planned | None:
+    def plan_for_c(self) -> Planned | None:
         self.prepare()
         return self.planned
 

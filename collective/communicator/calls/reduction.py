@@ -52,7 +52,7 @@ class Reduction(FoldCall):
         self.root = root
         self.receives = root is None or root == path.rank
 
-    def plan(self) -> Planned | None:
+    def plan_for_c(self) -> Planned | None:
         if type(self.order) is Shards:
             return ShardedFold(self).plan_of_array()
         _, array, dtype = view(self.path, self.operation, self.x)
@@ -185,7 +185,7 @@ class ReduceScatter(CuttingFoldCall):
     ) -> Self:  # fmt: skip
         return cls(path, x, op, None, 0, out, order)
 
-    def plan(self) -> Planned | None:
+    def plan_for_c(self) -> Planned | None:
         if type(self.order) is Shards:
             return ShardedFold(self).plan_of_array()
         _, array, dtype = view(self.path, self.operation, self.x)

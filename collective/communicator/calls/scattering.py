@@ -61,7 +61,7 @@ class Scatter(Call):
             return cls(path, x, root, None, 0, out, None)
         return cls(path, None, root, None, 0, x, None)
 
-    def plan(self) -> Planned | None:
+    def plan_for_c(self) -> Planned | None:
         path = self.path
         at_root = path.rank == self.root
         known = Leaf(self.operation, view(path, self.operation, self.x if at_root else self.out), 0)
