@@ -236,7 +236,7 @@ static void match(struct exchange *x, int rank, int64_t tag)
          && !__atomic_load_n(&r->keeps, __ATOMIC_RELAXED)) || !take(r))
         return;
     x->from = rank;
-    while (!x->matched && !x->misfit && !x->damage) {
+    while (!x->matched && !x->damage) {
         if (r->unfinished != NULL) {
             if (!read_bytes(x, r, r->unfinished->bytes, r->unfinished->nbytes, &r->done))
                 break;
@@ -249,12 +249,14 @@ static void match(struct exchange *x, int rank, int64_t tag)
         int64_t words[PREFIX];
         if (*at != NULL) {
             length = (*at)->nbytes;
-            if (length == wanted && fits(x, (*at)->bytes)) {
+            if (length == wanted) {
+                if (!fits(x, (*at)->bytes))
+                    break;
                 x->found = *at;
                 *at = x->found->next;
                 r->last = r->last == x->found ? before : r->last;
             }
-            x->matched = !x->misfit;
+            x->matched = 1;
         } else if (ready(x, r, 0, sizeof words) < sizeof words) {
             break;
         } else {
@@ -351,7 +353,8 @@ static void wake_peers(const struct exchange *x, int pending)
         return;
     if (pending & SENDING)
         wake((uint32_t *)(m->asleep + (size_t)x->to * m->apart));
-    wake((uint32_t *)(m->asleep + (size_t)x->from * m->apart));
+    if (x->from >= 0)
+        wake((uint32_t *)(m->asleep + (size_t)x->from * m->apart));
 }
 
 int exchange_step(struct exchange *x)
@@ -364,11 +367,8 @@ int exchange_step(struct exchange *x)
         send_step(x);
     if (x->pending & RECEIVING)
         receive_step(x);
-    else if (x->pending && x->misfit && !x->damage) {
-        x->misfit = 0;
+    else if (x->pending && (x->draining || x->misfit) && !x->damage)
         match(x, x->first, NO_TAG);
-        x->misfit = 1;
-    }
     if (x->moved != before)
         wake_peers(x, pending);
     return x->moved != before;
@@ -378,6 +378,7 @@ void exchange_begin(struct exchange *x, struct messages *messages)
 {
     memset(x, 0, offsetof(struct exchange, head));
     x->messages = messages;
+    x->from = -1;
 }
 
 static void add(struct exchange *x, const void *bytes, size_t nbytes)
@@ -434,7 +435,7 @@ void exchange_recv(struct exchange *x, int first, int last, int64_t tag, void *b
 void exchange_drain(struct exchange *x, int source)
 {
     x->first = x->last = source;
-    x->misfit = 1;
+    x->draining = 1;
 }
 
 void messages_clear(struct messages *messages)

@@ -47,7 +47,7 @@ struct exchange {
     int pending;        /* SENDING, RECEIVING */
     uint64_t moved;     /* grows whenever bytes have been read or written */
     const char *damage; /* a text about wrong data from the rank `from`, or NO_MEMORY, or NULL */
-    int from;           /* the rank of the message that is received */
+    int from;           /* the rank of the message that is received; -1 if none is known */
 
     int to, holds, at, count; /* holds: whether it has taken the ring; at: the current piece */
     struct piece pieces[5];
@@ -62,6 +62,7 @@ struct exchange {
     size_t nbytes, done;
     const int64_t *fitting; /* the numbers with which the head must begin; NULL without a head */
     int misfit;             /* whether the head was another, and is left for another receiver */
+    int draining;           /* whether it receives nothing, and keeps the messages of rank `first` */
     struct kept *found;     /* the message, if it had been kept */
     const char *address;    /* of the message in the sender's memory, or NULL */
     uint64_t end;           /* position at which the received message ends in the ring */

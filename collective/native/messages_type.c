@@ -223,7 +223,7 @@ static PyObject *exchange(PyObject *self, PyObject *const *args, Py_ssize_t coun
     if (begin(&call, &nbytes)) {
         if (run(&call, nbytes) < 0)
             return NULL;
-        if (!call.exchange.misfit)
+        if (!call.exchange.misfit && !call.exchange.draining)
             return PyLong_FromLong(call.exchange.from);
         if (args[0] != Py_None)
             Py_RETURN_NONE;

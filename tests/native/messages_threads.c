@@ -115,9 +115,9 @@ static void one_call(struct messages *m, int lane, int call, size_t nbytes, int 
         exchange_recv(&x, any && !misfits ? 0 : left, any && !misfits ? ranks - 1 : left, lane, out,
                       nbytes, misfits ? other : heads ? words : NULL);
     run(&x, call);
-    check(x.misfit == (drains || misfits), "what was left", call, m->rank, nbytes);
+    check(x.misfit == misfits && x.draining == drains, "what was left", call, m->rank, nbytes);
     memset(src, 99, nbytes);
-    if (x.misfit)
+    if (x.misfit || x.draining)
         take_left(m, left, lane, out, nbytes, call);
     else
         check(x.from == left, "the source", call, m->rank, nbytes);

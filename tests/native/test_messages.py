@@ -201,6 +201,23 @@ def test_error_in_wait_ends_call() -> None:
     assert ends.advance() == 0, "the abandoned call still makes progress"
 
 
+def test_send_wakes_only_its_receiver() -> None:
+    lines, rings = 4096, 8192
+    memory = bytearray(rings + 6 * (PAGE + RING_BYTES))
+    words = memoryview(memory).cast("q")
+    words[8] = 3  # the number of ranks that nap
+    naps = [lines // 8 + 64 * rank + 3 for rank in range(3)]
+    for word in naps:
+        words[word] = 1
+    send = core.make_messages(memory, 1, 3, rings, RING_BYTES, RING_BYTES, 20, True, None, lines)
+    send(np.ones(8), 2, None, NOBODY, 0, 5.0, True)
+    assert [words[word] for word in naps] == [1, 1, 0]
+
+
+def test_send_without_source_returns_no_rank() -> None:
+    assert Ends(3).send(np.ones(8), src=1, dst=2) == -1
+
+
 BOOL: Any = True
 
 
