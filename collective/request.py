@@ -51,7 +51,8 @@ class Request:
         ordered: whether a reduction folds ``((x0 op x1) op x2) op …``, element by element.
         root: rank that has the input or gets the result, if the operation has a root.
         elements: number of elements of each rank, if arrays are split or joined; in
-            ``all_to_all``, number of elements that this rank sends to each rank.
+            ``all_to_all``, number of elements that this rank sends to each rank. The
+            elements are those of the plan's buffers, which hold bytes for a structure.
         incoming: in ``all_to_all``, number of elements that come from each rank.
         alike: in ``all_to_all``, whether all ranks cut as this rank does, so that the same number
             of elements comes from each rank.

@@ -236,17 +236,19 @@ class GlooBackend(Messenger):
         self, request: Request, src: Buffer | None, dst: Buffer, deadline: Deadline
     ) -> None:
         self._begin(request)
-        counts, root = request.elements, request.root
-        if self._one_round(sum(counts) * dst.dtype.itemsize):
-            exchanges.scatter(partial(self._exchange, deadline), self.rank, src, dst, counts, root)
+        elements, root = request.elements, request.root
+        if self._one_round(sum(elements) * dst.dtype.itemsize):
+            exchange = partial(self._exchange, deadline)
+            exchanges.scatter(exchange, self.rank, src, dst, elements, root)
         else:
             super().scatter(request, src, dst, deadline)
 
     def gather(self, request: Request, src: Buffer, dst: Buffer | None, deadline: Deadline) -> None:
         self._begin(request)
-        counts, root = request.elements, request.root
-        if self._one_round(sum(counts) * src.dtype.itemsize):
-            exchanges.gather(partial(self._exchange, deadline), self.rank, src, dst, counts, root)
+        elements, root = request.elements, request.root
+        if self._one_round(sum(elements) * src.dtype.itemsize):
+            exchange = partial(self._exchange, deadline)
+            exchanges.gather(exchange, self.rank, src, dst, elements, root)
         else:
             super().gather(request, src, dst, deadline)
 

@@ -47,10 +47,10 @@ class Rows:
         rest = self._rest
         return (*rest[: self.axis], length, *rest[self.axis :])
 
-    def piece(self, sizes: Sequence[int], rank: int) -> Array:
-        """Return the rows of one rank as a flat array, if the rows are cut into ``sizes``."""
-        start = sum(sizes[:rank])
-        return self.array[start : start + sizes[rank]].ravel()
+    def piece(self, counts: Sequence[int], rank: int) -> Array:
+        """Return the rows of one rank as a flat array, if each rank gets ``counts`` rows."""
+        start = sum(counts[:rank])
+        return self.array[start : start + counts[rank]].ravel()
 
     def target(self, flat: Array) -> Array:
         """Return memory in which rows can arrive: ``flat`` itself if no axis was moved."""

@@ -125,7 +125,7 @@ class _Collection(Pieces):
         if dst is not None:
             np.concatenate(payloads, out=dst.array.view(np.uint8))
 
-    def incoming(self, planned: Planned) -> Sequence[int] | None:
+    def received_elements(self, planned: Planned) -> Sequence[int] | None:
         return planned.request.elements if self.receives else None
 
     def offset(self, planned: Planned) -> int | None:
@@ -137,7 +137,9 @@ class _Collection(Pieces):
         rows = self.rows_of(headers)
         # The headers have shown that dtype and shape agree, so the request has none. The rows are
         # part of its digest. The plan is not remembered: the next call may have other lengths.
-        request = Request(self.operation, root=self.root, elements=self.lengths(rows), sizes=rows)
+        request = Request(
+            self.operation, root=self.root, elements=self.elements_of(rows), sizes=rows
+        )
         return rows, self.path.planned(request)
 
 
@@ -210,24 +212,24 @@ class AllToAll(Pieces):
         self.nesting = nested.skeleton(self.x)
         self.leaves = [Leaf(what, leaf, self.axis) for leaf in views(path, what, self.x)]
         # For each leaf, the number of rows that this rank sends to each rank.
-        self._sizes = [
+        self._sent = [
             split_sizes(what, leaf.rows.length, path.size, self._counts) for leaf in self.leaves
         ]
-        self.planned = self.plan_pieces(self.axis, None, self._sizes)
+        self.planned = self.plan_pieces(self.axis, None, self._sent)
         # Assume that every rank sends as many rows as this rank, until the headers show otherwise.
-        self.expected = [[sizes[path.rank]] * path.size for sizes in self._sizes]
+        self.expected = [[rows[path.rank]] * path.size for rows in self._sent]
         self.run_by(nearest(self.leaves))
         return self
 
     def pack(self) -> Array:
         if self.nesting == 0:
             return self.leaves[0].array.ravel().view(np.uint8)
-        size = len(self._sizes[0]) if self._sizes else 0
+        size = len(self._sent[0]) if self._sent else 0
         return bytes_of(
             [
-                leaf.rows.piece(sizes, rank)
+                leaf.rows.piece(rows, rank)
                 for rank in range(size)
-                for leaf, sizes in zip(self.leaves, self._sizes)
+                for leaf, rows in zip(self.leaves, self._sent)
             ]
         )
 
@@ -236,12 +238,12 @@ class AllToAll(Pieces):
     ) -> None:
         assert dst is not None
         # The ranks' calls are equal, so every rank cuts its array as this rank does.
-        rank, width, counts = self.path.rank, src.dtype.itemsize, self.planned.request.elements
-        start = width * sum(counts[:rank])
-        pieces = [payload[start : start + width * counts[rank]] for payload in payloads]
+        rank, width, elements = self.path.rank, src.dtype.itemsize, self.planned.request.elements
+        start = width * sum(elements[:rank])
+        pieces = [payload[start : start + width * elements[rank]] for payload in payloads]
         np.concatenate(pieces, out=dst.array.view(np.uint8))
 
-    def incoming(self, planned: Planned) -> Sequence[int] | None:
+    def received_elements(self, planned: Planned) -> Sequence[int] | None:
         return planned.request.incoming
 
     def uneven(self, headers: Sequence[Header]) -> tuple[Sequence[Sequence[int]], Planned]:
@@ -253,6 +255,6 @@ class AllToAll(Pieces):
             for k in range(len(self.leaves))
         ]
         agreed = Request(
-            self.operation, sizes=table, elements=request.elements, incoming=self.lengths(rows)
+            self.operation, sizes=table, elements=request.elements, incoming=self.elements_of(rows)
         )
         return rows, path.planned(agreed)

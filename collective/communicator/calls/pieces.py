@@ -93,8 +93,11 @@ class Pieces(Call):
         """
 
     @abstractmethod
-    def incoming(self, planned: Planned) -> Sequence[int] | None:
-        """Return the number of elements from each rank; None if this rank gets no result."""
+    def received_elements(self, planned: Planned) -> Sequence[int] | None:
+        """Return the number of elements from each rank; None if this rank gets no result.
+
+        As in :attr:`Request.elements`, the elements of a structure are bytes.
+        """
 
     def offset(self, planned: Planned) -> int | None:
         """Return the offset of this rank's input in the result, in elements.
@@ -121,14 +124,14 @@ class Pieces(Call):
         """
         if self.nesting == 0:
             return self._send_array(sum(rows[0]), planned, deadline)
-        lengths = self.incoming(planned)
+        nbytes = self.received_elements(planned)
         src, dst = Buffer(self.pack(), UINT8), None
-        if lengths is not None:
-            dst = self.path.allocate(Buffer.empty, sum(lengths), UINT8, src.array)
+        if nbytes is not None:
+            dst = self.path.allocate(Buffer.empty, sum(nbytes), UINT8, src.array)
         self.path.carry(planned, src, dst, deadline)
-        if lengths is None or dst is None:
+        if nbytes is None or dst is None:
             return None
-        messages = np.split(dst.array, list(accumulate(lengths))[:-1])
+        messages = np.split(dst.array, list(accumulate(nbytes))[:-1])
         parts = [ArrivedLeaf(leaf.rows, leaf.dtype, r) for leaf, r in zip(self.leaves, rows)]
         return assemble(
             self.operation, messages, parts, nested.flatten(self.x), self.out, self.nesting, self.x,
@@ -196,34 +199,36 @@ class Pieces(Call):
         return self.planned
 
     def plan_pieces(
-        self, axis: int, counts: Sequence[int] | None, sizes: list[list[int]] | None = None
+        self, axis: int, counts: Sequence[int] | None, sent: list[list[int]] | None = None
     ) -> Planned:
         """Return the plan for ``counts``, or as if all ranks had as many rows as this rank.
 
         Args:
             axis: axis along which the lengths may differ.
-            counts: the ranks' lengths, if they are known.
-            sizes: in ``all_to_all``, number of rows of each leaf that this rank sends to each rank.
+            counts: number of rows of each rank, if they are known.
+            sent: in ``all_to_all``, number of rows of each leaf that this rank sends to each rank.
         """
         path, what, leaves, nesting = self.path, self.operation, self.leaves, self.nesting
         fixed = counts is not None
         shapes = tuple((leaf.dtype, leaf.rows.shape_with(-1 if fixed else leaf.rows.length))
                        for leaf in leaves)  # fmt: skip
         device = where(path, leaves[0].array) if leaves else None
-        key = (what, shapes, str(nesting), self.root, axis, str(counts), str(sizes), device)
+        key = (what, shapes, str(nesting), self.root, axis, str(counts), str(sent), device)
         planned = path.plans.get(key)
         if planned is not None:
             return planned
         incoming = None
-        if sizes is not None:
-            elements = self.lengths(sizes)
-            incoming = self.lengths([[s[path.rank]] * path.size for s in sizes])
+        if sent is not None:
+            elements = self.elements_of(sent)
+            incoming = self.elements_of([[rows[path.rank]] * path.size for rows in sent])
         else:
-            elements = self.lengths([counts or [leaf.rows.length] * path.size for leaf in leaves])
+            elements = self.elements_of(
+                [counts or [leaf.rows.length] * path.size for leaf in leaves]
+            )
         options: dict[str, Any] = {
-            "axis": axis or None, "sizes": sizes, "elements": elements, "incoming": incoming,
+            "axis": axis or None, "sizes": sent, "elements": elements, "incoming": incoming,
             "counts": None if counts is None else list(map(int, counts)), "device": device,
-            "alike": sizes is not None,
+            "alike": sent is not None,
         }  # fmt: skip
         if nesting == 0:
             (dtype, shape), *_ = shapes
@@ -233,7 +238,7 @@ class Pieces(Call):
             request = Request(what, root=self.root, leaves=names, nesting=nesting, **options)
         return path.remember(key, path.planned(request))
 
-    def lengths(self, rows: Sequence[Sequence[int]]) -> list[int]:
+    def elements_of(self, rows: Sequence[Sequence[int]]) -> list[int]:
         """Return for each rank the number of elements of its array, or of bytes of its structure.
 
         Args:

@@ -120,9 +120,11 @@ class Scatter(Call):
             model = models[0] if models else None
             near = self._leaves[0].array if self._leaves else device_view(model)
             room = room_on_gpu(path, adapter_for(model, True), nbytes[path.rank], near)
+        # The option sizes has the name of the numbers of rows in the first request, but here it has
+        # bytes: dtypes and axes are settled.
         request = Request(self.operation, root=self.root, elements=nbytes, sizes=nbytes)
         try:
-            piece = self._move(request, UINT8, scattered.sizes, room, deadline)
+            piece = self._move(request, UINT8, scattered.rows, room, deadline)
         except Disagreement as difference:
             # The ranks have agreed once. A second difference means that one rank has moved on to
             # another call. Break the cycle exception → traceback → frame → exception.
@@ -133,14 +135,14 @@ class Scatter(Call):
         path.raise_mismatch(headers)
 
     def _move(
-        self, request: Request, dtype: dtypes.DType, sizes: Sequence[Sequence[int]],
+        self, request: Request, dtype: dtypes.DType, rows: Sequence[Sequence[int]],
         room: Array | None, deadline: Deadline,
     ) -> Array:  # fmt: skip
         """Scatter the bytes of the root's leaves; return this rank's bytes.
 
         Args:
             dtype: dtype of the elements that the request counts.
-            sizes: for each leaf, the number of rows that each rank gets.
+            rows: for each leaf, the number of rows that each rank gets.
             room: memory that receives this rank's bytes; None to allocate it.
         """
         path, src = self.path, None
@@ -148,7 +150,7 @@ class Scatter(Call):
             pieces = [
                 leaf.rows.piece(cut, rank)
                 for rank in range(path.size)
-                for leaf, cut in zip(self._leaves, sizes)
+                for leaf, cut in zip(self._leaves, rows)
             ]
             src = Buffer(bytes_of(pieces).view(dtype.storage), dtype)
         if room is None:
@@ -178,16 +180,19 @@ class Scatter(Call):
     def _root_request(self, leaves: Sequence[Leaf], nesting: Any) -> Request:
         """Return the request of the root's call."""
         path = self.path
-        sizes = [
+        rows = [
             split_sizes(self.operation, leaf.rows.length, path.size, self._counts)
             for leaf in leaves
         ]
         widths = [leaf.rows.inner * (leaf.dtype.itemsize if nesting else 1) for leaf in leaves]
         return Request(
-            self.operation, root=self.root, axis=self._axis, nesting=nesting, sizes=sizes,
+            self.operation, root=self.root, axis=self._axis, nesting=nesting, sizes=rows,
             leaves=[[leaf.dtype.name, *leaf.shape] for leaf in leaves],
             device=where(path, leaves[0].array) if leaves else None,
-            elements=[sum(s[r] * w for s, w in zip(sizes, widths)) for r in range(path.size)],
+            elements=[
+                sum(cut[rank] * width for cut, width in zip(rows, widths))
+                for rank in range(path.size)
+            ],
         )  # fmt: skip
 
     def _guessed_request(self) -> Request | None:
@@ -254,14 +259,14 @@ class _Scattered:
 
     Attributes:
         dtypes: dtype of each leaf.
-        sizes: for each leaf, the number of rows that each rank gets.
+        rows: for each leaf, the number of rows that each rank gets.
         nesting: nesting of the structure; 0 for one array.
         on_gpu: whether the arrays are in GPU memory.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.dtypes = [dtypes.named(name) for name, *_ in options["leaves"]]
-        self.sizes: Sequence[Sequence[int]] = options["sizes"]
+        self.rows: Sequence[Sequence[int]] = options["sizes"]
         self.nesting = options["nesting"]
         self.on_gpu = "device" in options
         # Arrays of the leaves' shapes at the root, with elements of one byte: only the shapes of
@@ -275,8 +280,8 @@ class _Scattered:
         """Return the number of bytes of all leaves together that each of ``size`` ranks gets."""
         return [
             sum(
-                rows[rank] * model.inner * dtype.itemsize
-                for rows, model, dtype in zip(self.sizes, self._models, self.dtypes)
+                cut[rank] * model.inner * dtype.itemsize
+                for cut, model, dtype in zip(self.rows, self._models, self.dtypes)
             )
             for rank in range(size)
         ]
@@ -284,6 +289,6 @@ class _Scattered:
     def parts(self, rank: int) -> list[ArrivedLeaf]:
         """Return a description of each leaf of a rank's piece."""
         return [
-            ArrivedLeaf(model, dtype, [rows[rank]])
-            for rows, model, dtype in zip(self.sizes, self._models, self.dtypes)
+            ArrivedLeaf(model, dtype, [cut[rank]])
+            for cut, model, dtype in zip(self.rows, self._models, self.dtypes)
         ]
