@@ -37,6 +37,7 @@ class Bucket:
         members: numbers of the parameters whose gradients the bucket holds.
         views: gradients in the bucket, one for each member.
         is_last: whether it is the last bucket of a backward pass.
+        pending: number of gradients that the pass has not completed yet.
     """
 
     index: int
@@ -44,7 +45,7 @@ class Bucket:
     members: list[int]
     views: list[Any]
     is_last: bool = False
-    missing: int = field(default=0, repr=False)
+    pending: int = field(default=0, repr=False)
 
 
 #: Starts the reduction of a bucket, in place. Returns the work to wait for, or None if the

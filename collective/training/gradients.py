@@ -105,21 +105,25 @@ class Gradients(NotCopied):
         self._like = like
         self._bytes = first_bytes, bucket_bytes
         self._bucket_of: list[Bucket] = []
-        self._counts: list[int] | None = [0] * len(self.parameters) if counts else None
+        # How often each gradient is ready in a pass; None if `counts` is false.
+        self._uses: list[int] | None = [0] * len(self.parameters) if counts else None
         self._begin_over()
         self._arriving: trace.Interval | None = None
 
     def _begin_over(self) -> None:
         """Lay out the buckets over the communicator, as before the first pass."""
-        overlaps = self._compare()
+        mine: list[Any] = [tuple(parameter) for parameter in self.parameters]
+        replies = self.comm.all_gather_object((mine, _overlaps(self.comm)))
+        self._check_parameters([parameters for parameters, _ in replies])
         first, limit = self._bytes
         if first is None:
-            first = _FIRST if overlaps else limit
+            # The ranks must have equal buckets, so all of them must be able to reduce meanwhile.
+            first = _FIRST if all(overlaps for _, overlaps in replies) else limit
         self._limits = min(first, limit), limit
         self._slabs = self._allocate()
-        self._settled = False
-        if self._counts is not None:
-            self._counts = [0] * len(self.parameters)
+        self._reordered = False
+        if self._uses is not None:
+            self._uses = [0] * len(self.parameters)
         self._lay_out(range(len(self.parameters)))
         self.begun = False
         self._arrived: list[int] = []
@@ -151,15 +155,15 @@ class Gradients(NotCopied):
 
     # -- memory ---------------------------------------------------------------------------
 
-    def _compare(self) -> bool:
+    def _check_parameters(self, every: Sequence[Any]) -> None:
         """Check that the parameters are the same on all ranks.
 
-        Returns:
-            Whether all ranks can reduce during a backward pass; the same on all of them.
+        Args:
+            every: parameters of each rank.
+
+        Raises:
+            MismatchError: they are not.
         """
-        mine: list[Any] = [tuple(parameter) for parameter in self.parameters]
-        replies = self.comm.all_gather_object((mine, _overlaps(self.comm)))
-        every = [theirs for theirs, _ in replies]
         for rank, theirs in enumerate(every):
             if theirs == every[0]:
                 continue
@@ -178,7 +182,6 @@ class Gradients(NotCopied):
                 f"[rank {self.comm.rank} of {self.comm.size}]. Make the same model on every rank, "
                 "with the same parameters frozen."
             )
-        return all(overlaps for _, overlaps in replies)
 
     def _extents(self, number: int) -> tuple[int, int]:
         """Return a gradient's number of elements, and the number that it occupies in its bucket."""
@@ -235,7 +238,7 @@ class Gradients(NotCopied):
             for number in members:
                 self._bucket_of[number] = bucket
 
-    def _settle(self) -> None:
+    def _reorder_buckets(self) -> None:
         """Lay out the buckets in rank 0's order of arrival, if that order differs from the present.
 
         Gradients arrive in about the same order in all passes. A bucket of gradients that arrive
@@ -244,7 +247,7 @@ class Gradients(NotCopied):
         # All ranks use the order of one rank. Gradients that arrive at about the same time may
         # arrive in another order on another rank. But buckets are folded elementwise, so that all
         # ranks need the same layout.
-        self._settled = True
+        self._reordered = True
         seen = set(self._arrived)
         late = [number for number in range(len(self.parameters)) if number not in seen]
         order: list[int] = self.comm.broadcast_object([*self._arrived, *late])
@@ -269,9 +272,9 @@ class Gradients(NotCopied):
         """
         if not self.begun:
             self._begin()
-        if self._counts is not None and not self._settled:
-            self._counts[number] += 1
-            if self._counts[number] == 1:
+        if self._uses is not None and not self._reordered:
+            self._uses[number] += 1
+            if self._uses[number] == 1:
                 self._arrived.append(number)
             return
         self._left[number] -= 1
@@ -286,8 +289,8 @@ class Gradients(NotCopied):
             )
         self._arrived.append(number)
         bucket = self._bucket_of[number]
-        bucket.missing -= 1
-        if not bucket.missing:
+        bucket.pending -= 1
+        if not bucket.pending:
             self._launch(all_of_them=False)
 
     def missing(self) -> list[int]:
@@ -297,8 +300,8 @@ class Gradients(NotCopied):
         """
         if not self.begun:
             return list(range(len(self.parameters)))
-        if self._counts is not None and not self._settled:
-            return [number for number, count in enumerate(self._counts) if not count]
+        if self._uses is not None and not self._reordered:
+            return [number for number, count in enumerate(self._uses) if not count]
         return [number for number, left in enumerate(self._left) if left > 0]
 
     def finish(self, partial: bool = False) -> None:
@@ -314,11 +317,11 @@ class Gradients(NotCopied):
         """
         if not self.begun:
             self._begin()
-        if self._counts is not None and not self._settled:
-            for number, count in enumerate(self._counts):
+        if self._uses is not None and not self._reordered:
+            for number, count in enumerate(self._uses):
                 if count:
                     self._left[number] = 0
-                    self._bucket_of[number].missing -= 1
+                    self._bucket_of[number].pending -= 1
         missing = self.missing()
         if missing:
             self.drop()
@@ -340,7 +343,7 @@ class Gradients(NotCopied):
         for slab in self._slabs.values():
             slab[...] = 0
         for bucket in self.buckets:
-            bucket.missing = 0
+            bucket.pending = 0
         self._conclude()
 
     def _conclude(self, partial: bool = False) -> None:
@@ -355,8 +358,8 @@ class Gradients(NotCopied):
             self._works = []
         if partial:
             return
-        if not self._settled:
-            self._settle()
+        if not self._reordered:
+            self._reorder_buckets()
         trace.step("gradients")
 
     def _trace_arrived(self) -> None:
@@ -378,16 +381,16 @@ class Gradients(NotCopied):
         self._arrived = []
         self._next = 0
         self._works = []
-        known = self._counts is not None and self._settled
-        self._left = list(self._counts or ()) if known else [1] * len(self.parameters)
+        known = self._uses is not None and self._reordered
+        self._left = list(self._uses or ()) if known else [1] * len(self.parameters)
         if known:
             # A count is 0 if only other ranks computed the first pass, and this one called
             # shadow(). Then the gradient is expected once.
             self._left = [max(1, left) for left in self._left]
-        elif self._counts is not None:
-            self._counts = [0] * len(self.parameters)  # discard counts of an abandoned first pass
+        elif self._uses is not None:
+            self._uses = [0] * len(self.parameters)  # discard those of an abandoned pass
         for bucket in self.buckets:
-            bucket.missing = len(bucket.members)
+            bucket.pending = len(bucket.members)
 
     def _launch(self, all_of_them: bool) -> None:
         """Start the reductions of full buckets, in order; the last one only if ``all_of_them``.
@@ -401,7 +404,7 @@ class Gradients(NotCopied):
         """
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
-            if bucket.missing or (bucket.is_last and not all_of_them):
+            if bucket.pending or (bucket.is_last and not all_of_them):
                 return
             self._next += 1
             with trace.span("bucket", index=bucket.index, parameters=len(bucket.members)):
