@@ -109,6 +109,8 @@ class Path(_Gate):
 
     Attributes:
         results: comparison of the ranks' results; None if results are not compared.
+        watched: whether something happens around each call: listeners, comparing results, or
+            capturing the call.
         opened: how often the doors have been opened, which changes the way of calls.
         rank, size, who: this rank, the number of ranks, and both as error texts show them.
         on_device, on_host: whether the transport takes arrays on GPUs without staging, and arrays
@@ -199,7 +201,7 @@ class Path(_Gate):
         if self.door_of_library is not None:
             self.door_of_library.lock()
         self.opened += 1
-        self._watch()
+        self.watched = self._is_watched()
         observed = bool(self.closed or self.listeners.all or self._capture)
         shut = self.agree_first or observed or self.broken is not None
         self.door = None
@@ -224,14 +226,8 @@ class Path(_Gate):
         shared = self.capabilities.symmetric_memory and not self.on_device
         return shared and not (self.agree_sizes or self.agree_first or self.enqueues)
 
-    def _watch(self) -> None:
-        """Choose the method :meth:`carry` by what must happen around each call.
-
-        Changing the class costs a call nothing. A bound method in an attribute would be a reference
-        cycle, which would delay the end of a dropped communicator.
-        """
-        watched = self.listeners.all or self.results or self._capture
-        self.__class__ = _WatchedPath if watched else Path
+    def _is_watched(self) -> bool:
+        return bool(self.listeners.all or self.results or self._capture)
 
     def plan_for_c(
         self, kind: KindOfCall, x: Any, op: Any, order: Any, root: Any, counts: Any
@@ -378,6 +374,24 @@ class Path(_Gate):
             self.backend.refuse_broken(call.operation)
         return self.go(call, seconds, async_op)
 
+    def carry(
+        self, planned: Planned, src: Buffer | Spot | None, dst: Buffer | Spot | None,
+        deadline: Deadline,
+    ) -> None:  # fmt: skip
+        """Make one collective operation of the transport.
+
+        Args:
+            planned, src, dst: plan of the operation, and its buffers.
+
+        Raises:
+            CorruptionError: the results are compared, and are not what they must be.
+            Disagreement, MismatchError: as :meth:`run_recorded`.
+        """
+        if self.watched:
+            self._carry_watched(planned, src, dst, deadline)
+        else:
+            self.run_recorded(planned, src, dst, deadline)
+
     def run_recorded(
         self, planned: Planned, src: Buffer | Spot | None, dst: Buffer | Spot | None,
         deadline: Deadline,
@@ -404,8 +418,33 @@ class Path(_Gate):
             self._note_failure_of(planned, error)
             raise
 
-    #: Make one operation of the transport. A watched path does more; see :class:`_WatchedPath`.
-    carry = run_recorded
+    def _carry_watched(
+        self, planned: Planned, src: Buffer | Spot | None, dst: Buffer | Spot | None,
+        deadline: Deadline,
+    ) -> None:  # fmt: skip
+        """Make one operation, compare its results if the program wants it, notify the listeners."""
+        if self._capture is not None:
+            self._capture.carried.append((planned, src, dst))
+            error, self._capture.error = self._capture.error, None
+            if error is not None:
+                self._note_failure_of(planned, error)
+                raise error
+        run = partial(self.run_recorded, planned, src, dst, deadline)
+        if self.results is not None:
+            run = partial(self.results.around, self, planned, src, dst, deadline)
+        if self.listeners.all:
+            self.listeners.around(self._event(planned, src, dst), run, self.tell_failure)
+        else:
+            run()
+
+    def _event(
+        self, planned: Planned, src: Buffer | Spot | None, dst: Buffer | Spot | None
+    ) -> CallEvent:
+        request, number = planned.request, self.recorder.started + 1
+        if planned.compares:
+            return CallEvent(request.operation, 0, request, number, True)
+        lengths = [buffer.nbytes for buffer in (src, dst) if buffer is not None]
+        return CallEvent(request.operation, max(lengths, default=request.nbytes), request, number)
 
     def _note_failure_of(self, planned: Planned, error: BaseException) -> None:
         self.note_failure(error)
@@ -423,13 +462,13 @@ class Path(_Gate):
         capture = self._capture = _Capture(error)
         opened, doors = self.opened, (self.door, self.door_of_pieces, self.door_of_scatter)
         self.door = self.door_of_pieces = self.door_of_scatter = None
-        self._watch()
+        self.watched = self._is_watched()
         try:
             call()
         finally:
             self._capture = None
             self.door, self.door_of_pieces, self.door_of_scatter = doors
-            self._watch()
+            self.watched = self._is_watched()
             if self.opened != opened:  # the call has failed, or a listener has come
                 self.open_doors()
         return capture.carried
@@ -675,46 +714,6 @@ class Path(_Gate):
                 f"timeout: {timeout!r}; expected a positive number of seconds."
             )
         return float(timeout)
-
-
-class _WatchedPath(Path):
-    """Path of a communicator while something must happen around each call.
-
-    That is notifying listeners, comparing results, or capturing the operations of a call.
-    """
-
-    def carry(
-        self, planned: Planned, src: Buffer | Spot | None, dst: Buffer | Spot | None,
-        deadline: Deadline,
-    ) -> None:  # fmt: skip
-        """Make one operation, compare its results if the program wants it, notify the listeners.
-
-        Raises:
-            CorruptionError: the results are compared, and are not what they must be.
-            Disagreement, MismatchError: as :meth:`run_recorded`.
-        """
-        if self._capture is not None:
-            self._capture.carried.append((planned, src, dst))
-            error, self._capture.error = self._capture.error, None
-            if error is not None:
-                self._note_failure_of(planned, error)
-                raise error
-        run = partial(self.run_recorded, planned, src, dst, deadline)
-        if self.results is not None:
-            run = partial(self.results.around, self, planned, src, dst, deadline)
-        if self.listeners.all:
-            self.listeners.around(self._event(planned, src, dst), run, self.tell_failure)
-        else:
-            run()
-
-    def _event(
-        self, planned: Planned, src: Buffer | Spot | None, dst: Buffer | Spot | None
-    ) -> CallEvent:
-        request, number = planned.request, self.recorder.started + 1
-        if planned.compares:
-            return CallEvent(request.operation, 0, request, number, True)
-        lengths = [buffer.nbytes for buffer in (src, dst) if buffer is not None]
-        return CallEvent(request.operation, max(lengths, default=request.nbytes), request, number)
 
 
 _Carried = list[tuple[Planned, Buffer | Spot | None, Buffer | Spot | None]]

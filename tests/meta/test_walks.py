@@ -119,7 +119,7 @@ def message_walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
                 "again": (13, 5),
                 "out": (13, 5),
                 "counts": (38, 8),
-                "broadcast": (66, 19),
+                "broadcast": (68, 19),
             },
         ),
         pytest.param(

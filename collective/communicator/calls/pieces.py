@@ -285,7 +285,8 @@ def _exchange_heads(
     """Compare ``request`` on all ranks, and give every rank the payloads if they are small.
 
     On transports that compare no calls, this function compares them, by one message from each
-    rank. If digests differ, it calls :meth:`Path.compare_calls`, which exchanges the ranks' headers.
+    rank. If digests differ, it calls :meth:`Path.compare_calls`, which exchanges the ranks'
+    headers.
 
     Args:
         payload: contiguous bytes; ranks that make the same call pass the same number of bytes. A
