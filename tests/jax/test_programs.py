@@ -247,6 +247,20 @@ def test_package_that_fails_when_xla_begins_is_named(tmp_path: Path) -> None:
     ) in done.stdout + done.stderr
 
 
+def test_program_runs_where_the_launcher_imports_the_package_by_a_link(tmp_path: Path) -> None:
+    # As in an editable installation. The ranks get the root of the repository in PYTHONPATH.
+    (tmp_path / "collective").symlink_to(ROOT / "collective")
+    launcher = (
+        f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r});"
+        "runpy.run_module('collective', run_name='__main__')"
+    )
+    done = run_python(
+        "-c", launcher, "run", "-n", 2, "--jax", HERE / "starts.py", "x", cwd=tmp_path,
+        timeout=DEADLINE_S, PYTHONPATH="",
+    )  # fmt: skip
+    assert lines(done) == [f"[{rank}] __main__ ['x'] 6.0" for rank in range(2)]
+
+
 def test_jax_imported_first_is_a_clear_error() -> None:
     done = run_python("-c", "import jax, collective.adapters.jax.xla as xla; xla.enable()")
     assert done.returncode == 1

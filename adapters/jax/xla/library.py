@@ -62,7 +62,9 @@ def runner() -> ctypes.c_void_p:
 
 
 def _built(file: Path, what: str) -> Path:
-    """Return ``file``, a library in C that the installation builds."""
+    """Return ``file``, a library in C that the installation builds, by its path without links."""
+    # The launcher and the ranks may import the package by different links, and compare the paths.
+    file = file.resolve()
     if not file.is_file():
         raise BackendUnavailableError(
             f"jax: {what} is not built: {file} does not exist. It needs Linux and a C "

@@ -178,6 +178,15 @@ def test_missing_library_is_named_with_remedy(
         library()
 
 
+def test_library_behind_a_link_is_named_by_its_own_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugin: ctypes.CDLL
+) -> None:
+    (tmp_path / "xla").symlink_to(Path(library_module.__file__).parent)
+    direct = library()
+    monkeypatch.setattr(library_module, "__file__", str(tmp_path / "xla" / "library.py"))
+    assert library() == direct
+
+
 OTHER_VERSION = r"was built for another version of this package: it has interface "
 
 
