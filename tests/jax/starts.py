@@ -1,4 +1,4 @@
-"""A program that makes one sum and ends, in one of several ways."""
+"""A program that makes a sum and ends, in one of several ways."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 
 import jax
 from jax.experimental import multihost_utils
+from jax.extend import backend
 
 if "explicit" in sys.argv:
     address, size, rank = sys.argv[2:5]
@@ -17,6 +18,19 @@ elif "torch" in sys.argv:  # with the variables of programs for torch.distribute
 else:
     jax.distributed.initialize()
 total = multihost_utils.process_allgather(jax.numpy.ones(3)).sum()
+if "again" in sys.argv or "exchanged" in sys.argv:  # with another backend and another coordinator
+    address, size, rank = (int(os.environ[name]) for name in ("MASTER_PORT", "WORLD_SIZE", "RANK"))
+    jax.distributed.shutdown()
+    backend.clear_backends()
+    if "exchanged" in sys.argv:
+        rank = size - 1 - rank
+    jax.distributed.initialize(f"127.0.0.1:{address}", size, rank)
+    ones = jax.numpy.ones(3)
+    try:
+        total = multihost_utils.process_allgather(ones).sum()
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        sys.exit()
 if "shutdown" in sys.argv:
     jax.distributed.shutdown()
 print(f"{__name__} {sys.argv[1:2]} {float(total)}", flush=True)

@@ -194,6 +194,20 @@ def test_program_that_names_an_address_runs_under_our_launcher() -> None:
     ]
 
 
+def test_program_that_initializes_jax_again_makes_calls() -> None:
+    assert lines(launched(3, "starts.py", "again")) == [
+        f"[{rank}] __main__ ['again'] 9.0" for rank in range(3)
+    ]
+
+
+def test_process_with_another_number_than_before_is_refused_by_name() -> None:
+    for line in lines(launched(2, "starts.py", "exchanged")):
+        assert re.search(
+            r"\[(\d)\] UnsupportedError: jax: this process is process (?!\1)\d of 2 now, and was "
+            r"process \1 of 2 when the plug-in", line
+        )  # fmt: skip
+
+
 def started_by_hand(exports: dict[str, str], *options: str) -> list[CompletedProcess[str]]:
     """Run two processes that any launcher could have started, with two variables."""
     address = f"127.0.0.1:{free_port()}"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import random
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -70,12 +71,18 @@ class Announcer:
     Args:
         compile_program: JAX's function.
         cliques: part of the plug-in that makes communicators.
+        place: number of this process and number of processes when the plug-in connected them.
     """
 
-    def __init__(self, compile_program: Any, cliques: Cliques) -> None:
+    def __init__(self, compile_program: Any, cliques: Cliques, place: tuple[int, int]) -> None:
         self._compile = compile_program
         self._cliques = cliques
-        self._known: set[tuple[int, ...]] = set()
+        self._place = place
+        # XLA keeps its communicators as long as the backend. jax.clear_backends() or a second
+        # jax.distributed.initialize() leads to another backend, whose cliques are new.
+        self._known: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._lock = threading.RLock()
 
     def __call__(
@@ -95,6 +102,7 @@ class Announcer:
         if not groups:
             return
         self._cliques.check()
+        self._check_place(backend)
         if len(here) > 1:
             raise UnsupportedError(
                 f"jax: this process has {len(here)} devices in one program; the plug-in for XLA "
@@ -102,12 +110,24 @@ class Announcer:
                 "xla_force_host_platform_device_count and jax_num_cpu_devices."
             )
         with self._lock:
+            known = self._known.setdefault(backend, set())
             for group in groups:
                 members = [by_number[number] for number in group]
-                if tuple(group) not in self._known and here[0] in members:
+                if tuple(group) not in known and here[0] in members:
                     others = [device for device in by_number.values() if device not in members]
                     self._make(backend, members, others)
-                    self._known.add(tuple(group))
+                    known.add(tuple(group))
+
+    def _check_place(self, backend: Any) -> None:
+        """Check that this process has the number that it had when the plug-in connected it."""
+        place = backend.process_index(), len({device.process_index for device in backend.devices()})
+        if place != self._place:
+            raise UnsupportedError(
+                f"jax: this process is process {place[0]} of {place[1]} now, and was process "
+                f"{self._place[0]} of {self._place[1]} when the plug-in for XLA connected the "
+                "processes, which it does once. Initialize jax.distributed again with the same "
+                "process_id and num_processes, or start new processes."
+            )
 
     def _groups(self, executable: Any, devices: Any) -> list[list[int]]:
         text = "\n".join(module.to_string() for module in executable.hlo_modules())
@@ -170,5 +190,8 @@ class Announcer:
 def install(cliques: Cliques) -> None:
     """Have the cliques of every program announced that JAX compiles from now on."""
     compiler: Any = importlib.import_module("jax._src.compiler")
+    state = importlib.import_module("jax._src.distributed").global_state
     if not isinstance(compiler.compile_or_get_cached, Announcer):
-        compiler.compile_or_get_cached = Announcer(compiler.compile_or_get_cached, cliques)
+        compiler.compile_or_get_cached = Announcer(
+            compiler.compile_or_get_cached, cliques, (state.process_id, state.num_processes)
+        )
