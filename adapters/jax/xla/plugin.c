@@ -308,16 +308,28 @@ struct request {
 };
 static __thread struct request *pending;
 
+/* Drop the requests that this thread has kept: XLA does not wait for them after a failure. */
+static void drop_pending(void)
+{
+    while (pending != NULL) {
+        struct request *next = pending->next;
+        free(pending);
+        pending = next;
+    }
+}
+
 static int keep(int receives, const void *in, void *out, int n, Handle type, int peer, Handle comm,
                 Handle *request)
 {
     int dtype = dtype_of(type);
+    if (dtype < 0) {
+        drop_pending();
+        return unknown(receives ? "MPI_Irecv" : "MPI_Isend");
+    }
     struct request *kept = calloc(1, sizeof *kept);
-    if (dtype < 0 || kept == NULL) {
-        free(kept);
-        pending = NULL; /* XLA will not wait for the requests that it has made before this one */
-        return kept ? unknown(receives ? "MPI_Irecv" : "MPI_Isend")
-                    : fail("out of memory");
+    if (kept == NULL) {
+        drop_pending();
+        return fail("out of memory");
     }
     *kept = (struct request){in,   out, (int64_t)n * element_bytes[dtype], receives, peer, 0, 0,
                              comm, pending};

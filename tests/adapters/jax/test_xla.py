@@ -163,6 +163,20 @@ def test_library_takes_no_call_for_made_that_an_exception_ended(plugin: ctypes.C
         plugin.collective_xla_install(None, None)
 
 
+def test_library_forgets_messages_before_one_of_unknown_dtype(plugin: ctypes.CDLL) -> None:
+    request, word = ctypes.c_void_p(), ctypes.c_void_p
+
+    def begin_send(dtype: int) -> int:
+        return plugin.MPIABI_Isend(None, 1, word(dtype), 1, 0, word(1 << 32), ctypes.byref(request))
+
+    assert begin_send(0x103) == 0
+    assert "MPI_Isend: XLA uses a dtype" in error_text(plugin, begin_send(0x1FF))
+    assert begin_send(0x103) == 0
+    # With the first message there would be two in one direction, which is another error.
+    code = plugin.MPIABI_Wait(ctypes.byref(request), None)
+    assert "collective could not be imported" in error_text(plugin, code)
+
+
 def test_header_omits_functions_that_the_library_defines() -> None:
     text = symbols.header(["MPIABI_Allreduce", "MPIABI_Bcast", "MPIABI_SUM", "MPIABI_TAG_UB"])
     assert re.findall(r"^\w+\(.*", text, re.MULTILINE) == [
