@@ -324,8 +324,8 @@ NATIVE := $(wildcard collective/native/*.[ch])
 .jax-new/.done: REQUIREMENTS = '$(NEW_JAX)'
 .jax-new/.done: JAX_BASE = $(NEW_JAX_PYTHON)
 # Gloo comes with PyTorch. The extras and optax are for the training tests and make demo-jax. The
-# installation builds the native core for each Python, and the libraries for XLA.
-.jax/.done .jax-new/.done: pyproject.toml setup.py $(wildcard adapters/jax/*.c adapters/jax/xla/*.[ch])
+# installation builds the native core, one file for all Pythons, and the libraries for XLA.
+.jax/.done .jax-new/.done: pyproject.toml setup.py $(NATIVE) $(wildcard adapters/jax/*.c adapters/jax/xla/*.[ch])
 	@echo "Building $(@D) with $$($(JAX_BASE) --version)"
 	@$(JAX_BASE) -m venv $(@D)
 	@echo "Installing $(REQUIREMENTS) and $(TORCH)"
