@@ -39,8 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     try:
         if not arguments:
-            for name, value in variables().items():
-                print(f"export {name}={shlex.quote(value)}")
+            _print_variables()
             return 0
         enable()
     except CollectiveError as error:
@@ -54,6 +53,17 @@ def main(arguments: Sequence[str]) -> int:
         sys.argv[:] = list(arguments)
         _run_script(arguments[0])
     return 0
+
+
+def _print_variables() -> None:
+    """Print commands that export the variables, for a shell's ``eval``."""
+    try:
+        exports = variables()
+    except BaseException:
+        print("false")  # an eval of nothing would succeed
+        raise
+    for name, value in exports.items():
+        print(f"export {name}={shlex.quote(value)}")
 
 
 def _run_script(path: str) -> None:

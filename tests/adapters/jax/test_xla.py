@@ -15,6 +15,7 @@ import pytest
 
 from collective.adapters.jax.xla import enable, library, symbols, variables
 from collective.adapters.jax.xla import library as library_function
+from collective.adapters.jax.xla.__main__ import main as print_variables
 from collective.adapters.jax.xla.calls import Calls
 from collective.adapters.jax.xla.detection import place
 from collective.adapters.jax.xla.library import handler
@@ -27,6 +28,7 @@ from collective.errors import (
     UnsupportedError,
 )
 from collective.tools.cli import main as command
+from tests.support.interpreter import run
 
 library_module = sys.modules[library_function.__module__]
 
@@ -274,6 +276,20 @@ def test_enable_keeps_another_mpi_library(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv(library_module.VARIABLE, "/opt/mpi/libmpiwrapper.so")
     with pytest.raises(ConfigError, match=r"MPITRAMPOLINE_LIB='/opt/mpi.* is set already"):
         enable()
+
+
+def test_eval_of_the_variables_fails_where_they_cannot_be_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent() -> Path:
+        raise BackendUnavailableError("jax: the plug-in is not built")
+
+    monkeypatch.setattr(library_module, "library", absent)
+    assert print_variables([]) == 2
+    out, err = capsys.readouterr()
+    assert "jax: the plug-in is not built" in err
+    done = run("sh", "-ec", 'eval "$1"; echo went on', "sh", out)
+    assert (done.returncode, done.stdout) == (1, "")
 
 
 # -- calls of XLA ------------------------------------------------------------------------------
