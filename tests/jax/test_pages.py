@@ -20,7 +20,7 @@ if importlib.util.find_spec("jax") is None:
 DEADLINE_S = 250.0
 
 
-@pytest.mark.parametrize("page", ["jax.md", "jax-plugin.md", "tutorials/jax.md"])
+@pytest.mark.parametrize("page", ["jax.md", "jax-in-jit.md", "jax-plugin.md", "tutorials/jax.md"])
 def test_program_of_page_prints_output_shown(page: str, tmp_path: Path) -> None:
     blocks = re.findall(r"^```text\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.M | re.S)
     program, shown = blocks[:2]
@@ -30,8 +30,6 @@ def test_program_of_page_prints_output_shown(page: str, tmp_path: Path) -> None:
     ran = 0
     for command, output in commands:
         words = shlex.split(command)
-        if words[0] == "pip":
-            continue
         words = {"python": words[1:], "collective": ["-m", *words]}[words[0]]
         done = run_python(*words, cwd=tmp_path, timeout=DEADLINE_S, PYTHONPATH=str(ROOT))
         assert done.returncode == 0, done.stdout + done.stderr
