@@ -120,10 +120,13 @@ def main() -> None:
             for start in range(0, len(order), options.batch):
                 batch = order[start : start + options.batch]
                 mine = np.array_split(batch, comm.size)[comm.rank]
-                loss, gradients = loss_and_gradients(parameters, images[mine], labels[mine])
+                if len(mine):
+                    loss, gradients = loss_and_gradients(parameters, images[mine], labels[mine])
+                    total += float(loss) * len(mine)
+                else:  # the last batch can have fewer digits than there are ranks
+                    gradients = jax.tree.map(jnp.zeros_like, parameters)
                 gradients = average_gradients(gradients, comm, weight=len(mine))
                 parameters, state = update(parameters, state, gradients)
-                total += float(loss) * len(mine)
             total = comm.all_reduce(total)
             if comm.rank == 0:
                 print(f"epoch {epoch}  loss {total / len(order):.4f}", flush=True)
