@@ -51,7 +51,7 @@ def worker(sizes: Sequence[int]) -> None:
 
         def loop(x, steps=steps):  # type: ignore[no-untyped-def]
             # The factor keeps the numbers from growing, and the sums from being merged.
-            return lax.fori_loop(0, steps, lambda _, y: lax.psum(y, "i") * 0.5, x)
+            return lax.fori_loop(0, steps, lambda _, y: lax.psum(y, "i") * (1 / mesh.size), x)
 
         program = jax.jit(
             jax.shard_map(
