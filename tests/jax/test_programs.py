@@ -201,7 +201,9 @@ def test_program_that_initializes_jax_again_makes_calls() -> None:
 
 
 def test_process_with_another_number_than_before_is_refused_by_name() -> None:
-    for line in lines(launched(2, "starts.py", "exchanged")):
+    refusals = lines(launched(2, "starts.py", "exchanged"))
+    assert len(refusals) == 2
+    for line in refusals:
         assert re.search(
             r"\[(\d)\] UnsupportedError: jax: this process is process (?!\1)\d of 2 now, and was "
             r"process \1 of 2 when the plug-in", line
