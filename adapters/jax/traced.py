@@ -24,7 +24,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -207,7 +207,13 @@ class _Entry:
 
 
 class _Executable:
-    """Object that an executable keeps alive."""
+    """Object that an executable keeps alive, and whose end tells that the executable is gone."""
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "jax: a compiled program with calls of a communicator cannot be stored, since the "
+            "communicator is bound to this process. Compile the program in each process."
+        )
 
 
 class _Thread(threading.local):
