@@ -532,18 +532,18 @@ def _check_op(name: str, op: str) -> None:
 def _check_rank(name: str, comm: Communicator, which: str, rank: Any) -> int:
     """Return a rank as an integer, which an array of JAX's may have been."""
     try:
-        rank = operator.index(rank)
+        number = operator.index(rank)
     except TypeError:
         raise RankError(
             f"{name}: {which} is {rank!r} (expected an integer), on rank {comm.rank}. Inside jit, "
             "pass a number that is known when JAX traces the call."
         ) from None
-    if not 0 <= rank < comm.size:
+    if not 0 <= number < comm.size:
         raise RankError(
-            f"{name}: {which}={rank} is no rank of this communicator (expected 0 to "
+            f"{name}: {which}={number} is no rank of this communicator (expected 0 to "
             f"{comm.size - 1}), on rank {comm.rank}. Inside jit, name the rank."
         )
-    return rank
+    return number
 
 
 def _along(name: str, x: Any, axis: int) -> tuple[Any, int]:

@@ -100,8 +100,8 @@ def check_interface(interface: int, what: str) -> None:
         raise BackendUnavailableError(
             f"jax: {what} was built for another version of this package: it has interface "
             f"{interface}, and the Python code in {folder} needs {_INTERFACE}. Build it again "
-            "there (pip install -e .), and let no variable name a library of another installation "
-            f"({VARIABLE}, PYTHONPATH)."
+            "(pip install -e . in its clone), and let no variable name a library of another "
+            f"installation ({VARIABLE}, PYTHONPATH)."
         )
 
 

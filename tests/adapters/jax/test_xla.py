@@ -212,7 +212,7 @@ def test_library_of_another_version_is_refused_with_remedy(
 ) -> None:
     find()
     monkeypatch.setattr(library_module, "_INTERFACE", 9)
-    text = rf"{OTHER_VERSION}{interface_of(plugin)}, .* needs 9\. Build it again there"
+    text = rf"{OTHER_VERSION}{interface_of(plugin)}, .* needs 9\. Build it again "
     with pytest.raises(BackendUnavailableError, match=text):
         find()
 
