@@ -135,7 +135,9 @@ soak-jax: .jax/.done
 JAX ?= jax==0.10.2
 JAX_PYTHON ?= $(PYTHON)
 NEW_JAX ?= jax
-NEW_JAX_PYTHON ?= $(or $(shell command -v python3.13 || command -v python3.12),$(PYTHON))
+# The first one that runs: pyenv has a file of the name for each Python that is not selected.
+NEW_JAX_PYTHON ?= $(or $(shell for python in python3.13 python3.12; do \
+	"$$python" -c 'import sys; print(sys.executable)' 2>/dev/null && break; done),$(PYTHON))
 test-jax: .jax/.done .jax-new/.done
 	.jax/bin/python -m pytest tests/jax
 	.jax-new/bin/python -m pytest tests/jax
