@@ -13,6 +13,17 @@
 #endif
 #include <Python.h>
 
+/* From 3.12 on the headers count no reference to these objects, which live for ever there. In 3.11
+   they do not, and a build with newer headers runs there, too. */
+#undef Py_RETURN_NONE
+#undef Py_RETURN_TRUE
+#undef Py_RETURN_FALSE
+#undef Py_RETURN_NOTIMPLEMENTED
+#define Py_RETURN_NONE return Py_NewRef(Py_None)
+#define Py_RETURN_TRUE return Py_NewRef(Py_True)
+#define Py_RETURN_FALSE return Py_NewRef(Py_False)
+#define Py_RETURN_NOTIMPLEMENTED return Py_NewRef(Py_NotImplemented)
+
 #ifdef Py_LIMITED_API
 /* The limited API has these from 3.12 on. CPython exports both in 3.11, too. */
 extern PyObject *PyObject_Vectorcall(PyObject *function, PyObject *const *args, size_t count,

@@ -56,6 +56,22 @@ def test_core_compiles_only_for_64_bits(width: str, tmp_path: Path) -> None:
         assert "the native core needs a 64-bit platform" in done.stdout
 
 
+def test_core_counts_references_with_headers_of_newer_pythons(tmp_path: Path) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    singletons = ("None", "True", "False", "NotImplemented")
+    # As the headers of Python 3.12 and newer define them.
+    lines = [f"#define Py_RETURN_{name.upper()} return Py_{name}\n" for name in singletons]
+    (tmp_path / "Python.h").write_text("".join(lines))
+    (tmp_path / "pyconfig.h").touch()
+    probes = [f"Py_RETURN_{name.upper()};\n" for name in singletons]
+    (tmp_path / "probe.c").write_text('#include "python.h"\n' + "".join(probes))
+    native = ROOT / "collective" / "native"
+    done = run("cc", "-E", "-P", "-I", tmp_path, "-I", native, tmp_path / "probe.c", merged=True)
+    wanted = [f"return Py_NewRef(Py_{name});" for name in singletons]
+    assert done.stdout.splitlines()[-len(wanted) :] == wanted
+
+
 def test_doctor_on_32_bits_says_why_there_is_no_core() -> None:
     program = (
         "import sys; sys.maxsize = 2**31 - 1; sys.modules['collective.native._core'] = None\n"
