@@ -8,13 +8,16 @@
 JAX's ``psum`` uses XLA's Gloo. Both sides live in the same processes and take turns, A B A B ….
 "In a loop" is a step of a ``fori_loop``, so that a figure is one collective call and little else.
 "Alone" is a run of a compiled program with one sum, until its result is there. It contains the
-dispatch by JAX. The figures are medians of the turns on the slowest rank, and the last column is
-the median ratio of neighbouring turns. With ``--busy`` a thread of Python computes on each rank, as
-a data loader might.
+dispatch by JAX. "Outside" is ``comm.all_reduce`` on a NumPy array. It waits for programs with calls
+of the same communicator. "On a dup" is the same call on a communicator that no program uses.
+
+The figures are medians of the turns on the slowest rank, and the last column is the median ratio of
+neighbouring turns. With ``--busy`` a thread of Python computes on each rank, as a data loader does.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import socket
 import statistics
@@ -33,8 +36,8 @@ from collective.tools.bench.measure import Pace
 from collective.tools.show import microseconds, print_table, size_name
 
 _SIZES = "1K 1M 16M"
-_OURS, _GLOO, _OURS_ALONE, _GLOO_ALONE = _SIDES = (
-    "ours in a loop", "Gloo in a loop", "ours alone", "Gloo alone",
+_OURS, _GLOO, _OURS_ALONE, _GLOO_ALONE, _OUTSIDE, _ON_DUP = _SIDES = (
+    "ours in a loop", "Gloo in a loop", "ours alone", "Gloo alone", "ours outside", "on a dup",
 )  # fmt: skip
 
 
@@ -77,6 +80,7 @@ def compared(
         _OURS_ALONE: jax.jit(ours), _GLOO_ALONE: over_all(gloo, rows),
     }  # fmt: skip
     pace = Pace.of(quick)
+    apart = comm.dup()
     records = []
     for nbytes in sizes:
         row = np.ones((1, nbytes // 4), np.float32)
@@ -86,6 +90,8 @@ def compared(
             _OURS: _looped(programs[_OURS], own), _GLOO: _looped(programs[_GLOO], spread),
             _OURS_ALONE: _single(programs[_OURS_ALONE], own, comm.size),
             _GLOO_ALONE: _single(programs[_GLOO_ALONE], spread, comm.size),
+            _OUTSIDE: repeated(functools.partial(comm.all_reduce, row, out=np.empty_like(row))),
+            _ON_DUP: repeated(functools.partial(apart.all_reduce, row, out=np.empty_like(row))),
         }  # fmt: skip
         with jax_main.computing(busy):
             seconds = alternate(comm, sides, pace.rounds, pace.turn)
