@@ -71,8 +71,8 @@ EXPORTED int MPIABI_Error_string(int code, char *text, int *length)
 #define REFUSED(name)                                                                              \
     EXPORTED int name(void)                                                                        \
     {                                                                                              \
-        return fail(#name ": collective's plug-in for XLA does not have this "      \
-                                         "function of MPI. Please report which program calls it."); \
+        return fail(#name ": collective's plug-in for XLA does not have this function of MPI. "    \
+                          "Please report which program calls it.");                                \
     }
 #include "symbols.h"
 
@@ -121,8 +121,8 @@ static int64_t call(int which, Handle comm, const void *in, void *out, int64_t c
     if (function == NULL)
         return which < ALL_REDUCE
                    ? 0
-                   : fail("collective could not be imported when XLA called MPI_Init. "
-                                         "Standard error has the reason.");
+                   : fail("collective could not be imported when XLA called MPI_Init. Standard "
+                          "error has the reason.");
     run_function *run = runner;
     if (run != NULL && which >= ALL_REDUCE && which <= REDUCE_SCATTER
         && run(number_of(which, comm, dtype, op), count, in, out) == 0)
@@ -360,8 +360,8 @@ static void exchange_pending(void)
     for (struct request *r = pending; r != NULL; r = r->next) {
         struct request **same = r->receives ? &received : &sent;
         if (*same != NULL || r->comm != pending->comm)
-            failed = fail("MPI_Wait: several messages in one direction, or over "
-                                         "several communicators, which XLA never makes");
+            failed = fail("MPI_Wait: several messages in one direction, or over several "
+                          "communicators, which XLA never makes");
         *same = r;
     }
     if (!failed)
