@@ -11,7 +11,7 @@
    path:
 
    - plan_for_c returns the plan of a new call;
-   - run_plan runs a plan that is not in C;
+   - run_python_plan runs a plan that is not in C;
    - compare_for_c compares the results of an all_reduce;
    - recover_for_c goes on after a collective call has failed;
    - note_failure records that a message has failed;
