@@ -338,8 +338,6 @@ class Path(_Gate):
             timeout: seconds; by default the communicator's timeout.
             async_op: if true, return a ``Work`` at once.
         """
-        if self.drain is not None:
-            self.drain()
         prepared = call.prepare()
         seconds = self.timeout if timeout is None else self.check_timeout(timeout)
         return self.go(prepared, seconds, async_op)
@@ -351,6 +349,8 @@ class Path(_Gate):
         must reach the transport in the order in which the program made them; otherwise the orders
         of the ranks would differ. The deadline of the call begins with its turn.
         """
+        if self.drain is not None:
+            self.drain()
         if not (async_op or self.lane.queue or self.broken or call.several_streams):
             return call.perform(Deadline(seconds))
         near = call.near
@@ -368,8 +368,6 @@ class Path(_Gate):
 
     def go_again(self, call: Runnable, seconds: float, async_op: bool) -> Any:
         """Run a call again that was prepared before; refuse it if the communicator is closed."""
-        if self.drain is not None:
-            self.drain()
         if self.closed:
             self.backend.refuse_broken(call.operation)
         return self.go(call, seconds, async_op)
