@@ -536,7 +536,7 @@ def _check_rank(name: str, comm: Communicator, which: str, rank: Any) -> int:
     except TypeError:
         raise RankError(
             f"{name}: {which} is {rank!r} (expected an integer), on rank {comm.rank}. Inside jit, "
-            "pass a number that is known when JAX traces the call."
+            "pass an integer of Python, which JAX knows when it traces the call."
         ) from None
     if not 0 <= number < comm.size:
         raise RankError(

@@ -181,8 +181,10 @@ EXPORTED void *collective_ffi_call(Frame *frame)
         return NULL;
     if (interrupted)
         raise(SIGINT); /* JAX raises an ordinary error. Python raises the interrupt after it. */
-    void *error = fail(frame->api, failure ? failure : "collective: a call failed and left no text: it was "
-                                                          "interrupted, or there is no memory");
+    void *error = fail(frame->api, failure != NULL
+                                       ? failure
+                                       : "collective: a call failed and left no text: it was "
+                                         "interrupted, or there is no memory");
     free(failure);
     failure = NULL;
     interrupted = 0;
