@@ -18,6 +18,7 @@ import torch
 
 from collective.deadline import Deadline
 from collective.errors import BackendError, CommunicatorAbortedError
+from collective.platform import stop_listening
 
 from .engine import CUT_TAG, AddressStore, cut, device, process_group, seconds
 
@@ -30,9 +31,11 @@ __all__ = ["Connector", "is_broken_after"]
 
 # Every communicator has a process group for collectives, with a thread, and one for messages.
 _GROUPS = (("collectives", 1), ("messages", 0))
-# Seconds that the proofs may take once Gloo is connected, and seconds for which a rank that is not
-# connected waits for the reports of the other ranks.
-_PROOF_S, _WORD_S = 5.0, 10.0
+# Seconds that the proofs may take once all ranks are connected: a round trip, so that a silent
+# stranger is found soon. For slow networks each further attempt has twice the time, up to a limit.
+_PROOF_S, _LONGEST_PROOF_S = 0.25, 5.0
+# Seconds for which a rank that is not connected waits for the reports of the other ranks.
+_WORD_S = 10.0
 _PROOF_BYTES = 32
 # More attempts do not help if a stranger appears every time or the network does not work.
 _ATTEMPTS = 8
@@ -69,21 +72,25 @@ class Connector:
         self._look = look
         self._deadline = deadline
         self._key = channel.secret.key("gloo")
+        # Where this rank listens, once it has offered that to the other ranks.
+        self._address: tuple[str, int] | None = None
 
-    def connect(self, listening: Any) -> tuple[tuple[Any, ...], Any]:
-        """Connect the process groups; return them and the device at which they listen.
-
-        Args:
-            listening: the device for the first attempt.
+    def connect(self) -> tuple[Any, ...]:
+        """Connect the process groups, and return them.
 
         Raises:
             BackendError: Gloo could not connect this rank.
             CommunicatorAbortedError, CollectiveTimeoutError: another rank is gone, or late.
         """
+        if self._channel.size == 1:
+            return ()
         groups: list[Any] = []
-        for purpose, threads in _GROUPS if self._channel.size > 1 else ():
+        listening = device(self._world)
+        for purpose, threads in _GROUPS:
             for attempt in range(_ATTEMPTS):
-                group, flaws = self._attempt(f"{purpose}-{attempt}", threads, listening)
+                patience = min(_PROOF_S * 2**attempt, _LONGEST_PROOF_S)
+                name = f"{purpose}-{attempt}"
+                group, flaws = self._attempt(name, threads, listening, patience)
                 if not flaws:
                     break
                 # Listen at another port: the stranger who took a peer's place knows this one.
@@ -91,10 +98,23 @@ class Connector:
             else:
                 raise BackendError("; ".join(flaws), "gloo")
             groups.append(group)
-        return tuple(groups), listening
+        # Gloo would keep a descriptor for each connection of a stranger, and end the process when
+        # none are left. Another communicator listens at another port.
+        if self._address is not None:
+            stop_listening(self._address)
+        return tuple(groups)
 
-    def _attempt(self, name: str, threads: int, listening: Any) -> tuple[Any, list[str]]:
-        """Return a process group, and the reasons why ranks must reconnect; empty if none must."""
+    def _attempt(
+        self, name: str, threads: int, listening: Any, patience: float
+    ) -> tuple[Any, list[str]]:
+        """Return a process group, and the reasons why ranks must reconnect; empty if none must.
+
+        Args:
+            name: name of the process group, used once.
+            threads: how many collectives can run at once.
+            listening: the device at which this rank listens.
+            patience: seconds that the proofs may take.
+        """
         rank, size = self._channel.rank, self._channel.size
         meeting = AddressStore(self._channel, f"addresses {name}", self._wait_for)
         group, flaw = None, ""
@@ -106,14 +126,20 @@ class Connector:
                 self._look()
 
             group = process_group(meeting, rank, size, listening, threads, self._deadline, look)
-            self._prove(name, group)
         except BackendError as error:
             # Keep only the text. The error's traceback refers to this frame, which would keep
             # Gloo's sockets open.
             flaw = str(error)
         # Even a rank that is properly connected goes on only if all other ranks are: a Gloo group
-        # cannot replace a single rank.
-        flaws = self._flaws(f"flaws {name}", flaw)
+        # cannot replace a single rank. Nor can a rank that still connects prove anything.
+        self._address = meeting.address
+        flaws = self._flaws(f"connected {name}", flaw)
+        if not flaws:
+            try:
+                self._prove(name, group, patience)
+            except BackendError as error:
+                flaw = str(error)
+            flaws = self._flaws(f"proved {name}", flaw)
         # Withdraw the addresses only now: until here, ranks that are still connecting read them.
         self._channel.withdraw(f"addresses {name}")
         if flaws and group is not None:
@@ -125,8 +151,13 @@ class Connector:
     def _wait_for(self, rank: int) -> Wait:
         return self._parent.wait(self._where, self._deadline, [self._ranks[rank]])
 
-    def _prove(self, purpose: str, group: Any) -> None:
+    def _prove(self, purpose: str, group: Any, patience: float) -> None:
         """Send a proof of identity over each connection of ``group``; check the peers' proofs.
+
+        Args:
+            purpose: name of the process group.
+            group: the process group, which all ranks have connected.
+            patience: seconds that this may take.
 
         Raises:
             BackendError: a peer has sent no proof, or a wrong one.
@@ -135,7 +166,7 @@ class Connector:
         peers = [peer for peer in range(self._channel.size) if peer != rank]
         # Strangers must not know the tag either, because Gloo cannot refuse a message by its tag.
         tag = int.from_bytes(self._proof(purpose)[:8], "big") % CUT_TAG
-        deadline = self._deadline.within(_PROOF_S)
+        deadline = self._deadline.within(patience)
         # Gloo keeps no reference to the memory that it sends from, so ``going`` keeps it alive.
         coming, going, works = {}, {}, []
         # Start every message before waiting for any of them. Otherwise one silent stranger would

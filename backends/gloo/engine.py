@@ -141,6 +141,11 @@ class AddressStore(_dist.Store):  # type: ignore[misc]
         self._given_up = False
         self._own = b""
 
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port where this rank listens; None if it has offered no address yet."""
+        return next((address for address, _ in _expected(self._own)), None)
+
     def set(self, key: str, value: Any) -> None:
         """Offer this rank's address."""
         self._own = bytes(value)

@@ -47,6 +47,8 @@ _SMALL_BYTES = 4 << 10
 # Largest total size of all ranks' inputs for which every rank collects and folds them all, and for
 # which a root does.
 _COLLECTED_BYTES, _COLLECTED_AT_ROOT_BYTES = 2 << 20, 64 << 20
+# Descriptors of a device of Gloo: its listening socket, and those of its I/O thread.
+_DEVICE_DESCRIPTORS = 4
 # From this length on, Gloo's own broadcast is faster.
 _BROADCAST_BYTES = 256 << 10
 
@@ -59,19 +61,18 @@ class GlooBackend(Messenger):
         across_hosts=True, any_source=True, detects_lost_peers=True, shrinks=True, grows=True
     )
 
-    def __init__(self, world: World, channel: Channel, listening: Any) -> None:
+    def __init__(self, world: World, channel: Channel) -> None:
         super().__init__(channel)
         self._world = world
-        self._listening = listening
 
     # -- life -----------------------------------------------------------------------------
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> Self:
         """Connect to the other ranks through ``world.store``; see :meth:`Backend.connect`."""
-        listening = device(world)
+        device(world)  # find a wrong address or interface before the ranks meet
         channel = Monitor.start(world, deadline).channel
-        self = cls(world, channel, listening)
+        self = cls(world, channel)
         try:
             if short := shortage(self.descriptors(range(world.size))):
                 channel.abort(Failure("aborted", world.rank, f"rank {world.rank}: {short}"))
@@ -85,12 +86,13 @@ class GlooBackend(Messenger):
 
     def group(self, ranks: Sequence[int], deadline: Deadline) -> GlooBackend:
         self.refuse_broken("group")
-        child = type(self)(self._world, self.channel.group(ranks), self._listening)
+        child = type(self)(self._world, self.channel.group(ranks))
         child._connect(self.channel, ranks, "group", deadline, lambda: None)
         return child
 
     def descriptors(self, ranks: Sequence[int]) -> int:
-        return 2 * (len(ranks) - 1)  # two connections per peer: for collectives and for messages
+        # Two connections per peer, for collectives and for messages, and those of the device.
+        return 2 * (len(ranks) - 1) + _DEVICE_DESCRIPTORS if len(ranks) > 1 else 0
 
     def _connect(
         self,
@@ -105,7 +107,7 @@ class GlooBackend(Messenger):
         self._running = where
         try:
             connector = Connector(self._world, self.channel, channel, ranks, where, deadline, look)
-            self._groups, self._listening = connector.connect(self._listening)
+            self._groups = connector.connect()
             self.channel.when_broken(self._cut)
             if is_broken_after(self.channel):
                 self._cut()  # the first call raises the reason

@@ -50,6 +50,7 @@ __all__ = [
     "shared_file",
     "short_path",
     "still_leads_to",
+    "stop_listening",
     "threads",
     "usable_cores",
     "want_huge_pages",
@@ -234,6 +235,27 @@ def let_others_run_first(thread: int) -> None:
     """
     if os.sched_getscheduler(thread) == os.SCHED_OTHER:
         os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def stop_listening(address: tuple[str, int]) -> None:
+    """Refuse connections at an address where other code of this process listens, from now on.
+
+    The descriptor of that code stays open, so that it can close it, but becomes a new socket.
+    """
+    for name in os.listdir(PROC / "self/fd"):
+        try:
+            sock = socket.socket(fileno=int(name))
+        except OSError:
+            continue  # not a socket, or closed meanwhile
+        listens = (
+            sock.family in (socket.AF_INET, socket.AF_INET6)
+            and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            and sock.getsockname()[:2] == address
+        )
+        descriptor = sock.detach()
+        if listens:
+            with socket.socket() as unused:
+                os.dup2(unused.fileno(), descriptor, inheritable=False)
 
 
 # -- memory --------------------------------------------------------------------------------

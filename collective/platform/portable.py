@@ -51,6 +51,7 @@ __all__ = [
     "shared_file",
     "short_path",
     "still_leads_to",
+    "stop_listening",
     "threads",
     "usable_cores",
     "want_huge_pages",
@@ -190,6 +191,11 @@ def let_others_run_first(thread: int) -> None:
     """Raise OSError: the class of a thread cannot be changed."""
     del thread
     raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+
+def stop_listening(address: tuple[str, int]) -> None:
+    """Do nothing: the system does not list the descriptors of this process."""
+    del address
 
 
 # -- memory --------------------------------------------------------------------------------
