@@ -43,6 +43,22 @@ def total(numbers: Sequence[int]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+def permuted() -> bool:
+    """Return whether sums of a matrix's columns are right over meshes of permuted devices."""
+    matrix, right = np.arange(64, dtype=np.float32).reshape(8, 8), []
+    for order in ([0, 1, 2, 3], [0, 2, 1, 3], [3, 1, 2, 0], [1, 3, 0, 2]):
+        mesh = Mesh(np.array(jax.devices())[order].reshape(2, 2), ("a", "b"))
+        sharding = NamedSharding(mesh, PartitionSpec("a", "b"))
+        x = jax.make_array_from_callback(matrix.shape, sharding, matrix.__getitem__)
+        for spec in (PartitionSpec(), PartitionSpec("b"), PartitionSpec(("b", "a"))):
+            sharding = NamedSharding(mesh, spec)
+            sums = jax.jit(lambda x: x.sum(0), out_shardings=sharding)(x)
+            right += [
+                np.array_equal(s.data, matrix.sum(0)[s.index]) for s in sums.addressable_shards
+            ]
+    return all(right)
+
+
 def stored(path: str) -> None:
     """Write the executable of a sum over all devices to a file."""
     function, ones = prepared(range(jax.process_count()))
@@ -72,6 +88,9 @@ def main() -> None:
     if sys.argv[1:2] == ["load"]:
         print(run_stored(sys.argv[2]), flush=True)
         time.sleep(1)
+        return
+    if sys.argv[1:2] == ["permuted"]:
+        print(permuted(), flush=True)
         return
     # The last process is not in the first two meshes, so it comes to the third mesh first.
     meshes = [[0, 1], [1, 0], list(range(size)), list(range(size))[::-1], [0, size - 1], [0, 1]]

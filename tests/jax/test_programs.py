@@ -83,6 +83,17 @@ def test_meshes_of_some_processes_are_right() -> None:
     ]
 
 
+@pytest.mark.parametrize("devices", [4, 8])
+def test_groups_in_every_text_of_jax_are_read(devices: int) -> None:
+    count, *texts = printed(HERE / "replica_groups.py", devices).splitlines()
+    assert int(count) == len(texts) >= 15
+    assert any("device_ids=([" in text for text in texts), "a mesh of transposed devices"
+
+
+def test_sums_over_permuted_meshes_are_right() -> None:
+    assert lines(launched(4, "cliques.py", "permuted")) == [f"[{rank}] True" for rank in range(4)]
+
+
 def test_loaded_executable_is_refused_by_name(tmp_path: Path) -> None:
     assert launched(2, "cliques.py", "store", tmp_path / "executable").returncode == 0
     for line in lines(launched(2, "cliques.py", "load", tmp_path / "executable")):

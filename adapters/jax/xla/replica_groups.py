@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +22,12 @@ _COLLECTIVES = (
 # An instruction such as `%x = f32[8] all-reduce-start(%y), channel_id=1, replica_groups=…`.
 _INSTRUCTION = re.compile(rf"=.*?\s({'|'.join(_COLLECTIVES)})(?:-start)?\((.*)$", re.MULTILINE)
 _LISTED = re.compile(r"replica_groups=\{((?:\{[\d,\s]*\},?\s*)*)\}")
-_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*)\))? \{([^}]*)\}")
-_ARANGED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+# Numbers of an array 0, 1, 2, … of some shape, whose axes may be permuted: `[2,3]T(1,0)`.
+_IOTA = r"\[[\d,]+\](?:T\([\d,]+\))?"
+_AXES = re.compile(
+    rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(({_IOTA}|[\d,\s]*)\))? \{{([^}}]*)\}}"
+)
+_ARANGED = re.compile(rf"replica_groups=\[([\d,]+)\]<=({_IOTA})")
 
 
 def device_groups(text: str, assignment: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> Groups:
@@ -80,11 +85,8 @@ def _numbers(operation: str, attributes: str) -> Groups:
             for group in re.findall(r"\{([\d,\s]+)\}", listed[1])
         ]
     if (aranged := _ARANGED.search(attributes)) is not None:
-        shape, dimensions = _integers(aranged[1]), _integers(aranged[2])
-        numbers = np.arange(np.prod(dimensions)).reshape(dimensions)
-        if aranged[3] is not None:
-            numbers = numbers.transpose(_integers(aranged[3]))
-        return [list(map(int, group)) for group in numbers.reshape(shape)]
+        numbers = _iota(aranged[2]).reshape(_integers(aranged[1]))
+        return [list(map(int, group)) for group in numbers]
     if (axes := _AXES.search(attributes)) is not None:
         return _of_axes(axes[1], axes[2], axes[3])
     if "replica_groups=" not in attributes:
@@ -104,7 +106,7 @@ def _of_axes(mesh: str, device_ids: str | None, axes: str) -> Groups:
 
     Args:
         mesh: names and lengths of the mesh's axes, such as ``'a'=6,'b'=2``.
-        device_ids: numbers of the mesh's places; None for 0, 1, 2, ….
+        device_ids: numbers of the mesh's places, listed or as in ``_IOTA``; None for 0, 1, 2, ….
         axes: the axes of the groups, the slowest first.
     """
     lengths = {name: int(n) for name, n in re.findall(r"([^,=]+)=(\d+)", mesh)}
@@ -129,15 +131,23 @@ def _of_axes(mesh: str, device_ids: str | None, axes: str) -> Groups:
         for begin in sorted(b for axis, b in place if axis == name and first <= b < last)
     ]
     outer = [dimension for dimension in range(len(shape)) if dimension not in inner]
-    total = int(np.prod([*lengths.values()]))
-    numbers = (
-        np.arange(total)
-        if device_ids is None
-        else np.array([int(number) for number in re.findall(r"\d+", device_ids)])
-    )
+    if device_ids is None:
+        numbers = np.arange(int(np.prod([*lengths.values()])))
+    elif device_ids.startswith("["):
+        numbers = _iota(device_ids)
+    else:
+        numbers = np.array(_integers(device_ids))
     within = int(np.prod([shape[dimension] for dimension in inner]))
     arranged = numbers.reshape(shape).transpose([*outer, *inner]).reshape(-1, within)
     return [list(map(int, group)) for group in arranged]
+
+
+def _iota(text: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the numbers of a text as in ``_IOTA``, in an array of the permuted shape."""
+    shape, _, axes = text.partition("T")
+    dimensions = _integers(shape.strip("[]"))
+    numbers = np.arange(np.prod(dimensions)).reshape(dimensions)
+    return numbers.transpose(_integers(axes.strip("()"))) if axes else numbers
 
 
 def _integers(text: str) -> Sequence[int]:

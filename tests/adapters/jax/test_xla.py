@@ -53,6 +53,11 @@ REDUCE = "%x = f32[2]{0} all-reduce(%p), channel_id=1, %s, use_global_device_ids
         ("replica_groups=mesh['a'=4] {'a':(1)2}", [[10, 12], [11, 13]]),
         ("replica_groups=mesh['a'=4] {'a':(2)2}", [[10, 11], [12, 13]]),
         ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}", [[13, 12], [11, 10]]),
+        (
+            "replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}",
+            [[10, 12], [11, 13]],
+        ),
+        ("replica_groups=mesh['a'=1,'b'=4], device_ids=([4]) {'b'}", [[10, 11, 12, 13]]),
     ],
 )
 def test_device_groups_of_instruction_are_read(listed: str, wanted: list[list[int]]) -> None:
