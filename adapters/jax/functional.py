@@ -81,7 +81,7 @@ def all_reduce(x: Any, comm: Communicator | None = None, op: str = "sum") -> jax
     """
     comm = comm_or_current(comm, "all_reduce")
     _check_op("all_reduce", op)
-    x = jnp.asarray(x)
+    x = _array("all_reduce", x)
     return _fold(x, x.shape, op, _call("all_reduce", comm), _call("all_reduce", comm, op="sum"))
 
 
@@ -104,7 +104,7 @@ def reduce(x: Any, comm: Communicator | None = None, root: int = 0, op: str = "s
     """
     comm = comm_or_current(comm, "reduce")
     _check_op("reduce", op)
-    root, x = _check_rank("reduce", comm, "root", root), jnp.asarray(x)
+    root, x = _check_rank("reduce", comm, "root", root), _array("reduce", x)
     at_root = comm.rank == root
     return _fold(
         x, x.shape if at_root else (), op,
@@ -131,7 +131,7 @@ def scan(x: Any, comm: Communicator | None = None, op: str = "sum") -> jax.Array
     """
     comm = comm_or_current(comm, "scan")
     _check_op("scan", op)
-    x = jnp.asarray(x)
+    x = _array("scan", x)
     return bind(x, _call("scan", comm, op=op), None, x.shape)
 
 
@@ -155,7 +155,7 @@ def broadcast(x: Any, comm: Communicator | None = None, root: int = 0) -> jax.Ar
         RankError: there is no such root. InvalidArgumentError: ``x`` is None.
     """
     comm = comm_or_current(comm, "broadcast")
-    root, x = _check_rank("broadcast", comm, "root", root), _given("broadcast", x)
+    root, x = _check_rank("broadcast", comm, "root", root), _array("broadcast", x)
     return bind(
         x, _call("broadcast", comm, root=root),
         _call("reduce", comm, delegate=comm.rank != root, root=root, op="sum"), x.shape,
@@ -370,7 +370,7 @@ def send(x: Any, dst: int, comm: Communicator | None = None, tag: int = 0) -> ja
     comm = comm_or_current(comm, "send")
     dst = _check_rank("send", comm, "dst", dst)
     return bind(
-        jnp.asarray(x), _call("send", comm, delegate=True, dst=dst, tag=tag),
+        _array("send", x), _call("send", comm, delegate=True, dst=dst, tag=tag),
         _call("recv", comm, src=dst, tag=tag), (),
     )  # fmt: skip
 
@@ -408,7 +408,7 @@ def recv(
     template = _template(like)
     if after is not None:
         # Add zero times the sum, so that the result depends on it under every transformation.
-        zero = 0 * jnp.sum(jnp.asarray(after)).astype(template.dtype)
+        zero = 0 * jnp.sum(_array("recv", after)).astype(template.dtype)
         template = (template + zero).astype(template.dtype)
     return bind(
         template, _call("recv", comm, src=src, tag=tag),
@@ -439,7 +439,7 @@ def sendrecv(
     comm = comm_or_current(comm, "sendrecv")
     dst = _check_rank("sendrecv", comm, "dst", dst)
     src = _check_rank("sendrecv", comm, "src", src)
-    x = jnp.asarray(x)
+    x = _array("sendrecv", x)
     if like is not None and like.dtype != x.dtype:
         raise InvalidArgumentError(
             f"sendrecv: like is of {like.dtype} (expected the dtype of x, {x.dtype}). Use send and "
@@ -512,14 +512,19 @@ def _partial(call: Call, op: str, x: Any) -> Any:
 def _template(like: Any) -> Any:
     if isinstance(like, jax.ShapeDtypeStruct):
         return jnp.zeros(like.shape, like.dtype)
-    return jnp.asarray(_given("recv", like))
+    return _array("recv", like)
 
 
-def _given(name: str, x: Any) -> Any:
+def _array(name: str, x: Any) -> jax.Array:
     if x is None:
         raise InvalidArgumentError(
             f"{name}: the array is None. JAX compiles shapes, so pass an array of the right shape "
             "and dtype on every rank; its values do not matter where they are not sent."
+        )
+    if not jax.tree_util.all_leaves([x]):
+        raise InvalidArgumentError(
+            f"{name}: got a {type(x).__name__} (expected one array). Call jax.tree.map with a "
+            f"function that calls {name} for each array."
         )
     return jnp.asarray(x)
 
@@ -548,7 +553,7 @@ def _check_rank(name: str, comm: Communicator, which: str, rank: Any) -> int:
 
 def _along(name: str, x: Any, axis: int) -> tuple[Any, int]:
     """Return an array of at least one dimension, and the number of its axis, from 0."""
-    x = _given(name, x)
+    x = _array(name, x)
     x = x.reshape(1) if x.ndim == 0 else x
     if not -x.ndim <= axis < x.ndim:
         raise ShapeError(f"{name}: axis={axis} of an array of {x.ndim} dimensions")

@@ -10,6 +10,7 @@ if sys.argv[1] in ("devices", "shard_map"):
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.experimental import serialize_executable
 
 import collective
@@ -48,7 +49,21 @@ def collected():
     executable.execute_sharded([token, jnp.ones(3)]).block_until_ready()
 
 
+def structure():
+    """Check that each function refuses a structure by its name, and raise the error of one."""
+    a = {"a": jnp.ones(2)}
+    calls = {name: lambda a, name=name: getattr(F, name)(a) for name in F.__all__}
+    calls |= {"send": lambda a: F.send(a, 0), "sendrecv": lambda a: F.sendrecv(a, 0, 0)}
+    calls |= {"recv": lambda a: F.recv(src=0, like=a)}
+    del calls["barrier"]
+    for name, call in calls.items():
+        with pytest.raises(collective.InvalidArgumentError, match=f"^{name}: got a dict"):
+            jax.jit(call)(a)
+    F.all_reduce([1.0, 2.0])
+
+
 turns = {
+    "structure": structure,
     "differ": lambda: jax.jit(one if comm.rank == 0 else two)(jnp.ones(3)),
     "shapes": lambda: jax.jit(one)(jnp.ones(3 + comm.rank)),
     "devices": devices,

@@ -58,6 +58,7 @@ def test_python_makes_only_the_first_of_repeated_calls() -> None:
         ("op", "InvalidArgumentError: all_reduce: op='median'"),
         ("rank", "RankError: recv: src=-1 is no rank"),
         ("none", "InvalidArgumentError: broadcast: the array is None"),
+        ("structure", r"InvalidArgumentError: all_reduce: got a list \(expected one array\)"),
         ("array as rank", r"RankError: broadcast: root is .* \(expected an integer\)"),
         ("checkpoint", "NotImplementedError: .* cannot be made twice, as jax.checkpoint would"),
         ("platform", "UnsupportedError: all_reduce: a call inside jit for cuda; only the CPU"),
