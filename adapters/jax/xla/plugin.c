@@ -88,7 +88,7 @@ enum { SPLIT, FREE, SIZE, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, EXCHANGE, FINA
    send, and `received` the number of bytes to receive. A peer below 0 stands for no message. */
 typedef int64_t call_function(int64_t ticket, int call, int64_t comm, const void *in, void *out,
                               int64_t count, int dtype, int op, int dst, int src, int64_t received);
-static __thread int64_t tickets;
+static __thread uint64_t tickets; /* a signed number could not be shifted from 2^31 on */
 static _Atomic(call_function *) caller;
 static atomic_int begun, over;
 
@@ -127,16 +127,16 @@ static int64_t call(int which, Handle comm, const void *in, void *out, int64_t c
     if (run != NULL && which >= ALL_REDUCE && which <= REDUCE_SCATTER
         && run(number_of(which, comm, dtype, op), count, in, out) == 0)
         return 0;
-    int64_t ticket = ++tickets << 32;
+    uint64_t ticket = ++tickets << 32;
     interrupted = 0;
-    int64_t value =
-        ~ticket
-        - function(ticket, which, (intptr_t)comm, in, out, count, dtype, op, dst, src, received);
+    uint64_t value = ~ticket
+                     - (uint64_t)function((int64_t)ticket, which, (intptr_t)comm, in, out, count,
+                                          dtype, op, dst, src, received);
     if (interrupted)
         raise(SIGINT); /* JAX raises an ordinary error. Python raises the interrupt after it. */
-    if (value < 0 || value > UINT32_MAX)
+    if (value > UINT32_MAX)
         return which < ALL_REDUCE ? 0 : fail("a call was interrupted and left no error");
-    return value;
+    return (int64_t)value;
 }
 
 /* -- begin and end --------------------------------------------------------------------------- */
