@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import deque
 from typing import Any
 
@@ -207,7 +208,7 @@ def _check_host(array: DeviceElements, host: Array) -> None:
 
 def _host_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return uninitialised host memory, page-locked if it is not longer than ``LARGEST``."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
     if nbytes > LARGEST or not nbytes:
         return np.empty(shape, dtype)
     return pinned(nbytes).view(dtype).reshape(shape)

@@ -140,6 +140,13 @@ static int is_apart_or(const struct view *a, const struct view *b, const char *s
            || b->address + b->nbytes <= a->address;
 }
 
+/* Multiplies a number of rows by that of the ranks. Returns 0 if no array can have so many rows, not
+   even one without elements. Then Python raises the error, on all ranks. */
+static int has_rows(int64_t rows, const Door *door, int64_t *product)
+{
+    return !__builtin_mul_overflow(rows, (int64_t)door->size, product);
+}
+
 /* Sets the shape of the result in call->views[1]; returns 0 if Python must make the call. */
 static int shape_result(const Door *door, struct call *call)
 {
@@ -156,10 +163,8 @@ static int shape_result(const Door *door, struct call *call)
     if (view->ndim == 0)
         return 0;
     int64_t rows = view->shape[0], mine = rows / door->size + (door->rank < rows % door->size);
-    if (call->counts == NULL)
-        call->before = rows * door->rank, call->total = rows * door->size;
-    view->shape[0] = shape == JOINED ? call->total : shape == CUT ? mine : mine * door->size;
-    return 1;
+    view->shape[0] = shape == JOINED ? call->total : mine;
+    return shape != EXCHANGED || has_rows(mine, door, &view->shape[0]);
 }
 
 /* Finds the array for the result, or makes one. Returns 1, 0 if Python must make the call, or -1
@@ -257,6 +262,11 @@ static int read_call(const Door *door, struct call *call, PyObject *const *given
     if (!view_array(call->core, call->x, &call->views[0])
         || (counted && !read_counts(door, call, given[COUNTS])))
         return 0;
+    if (call->operation->shape == JOINED && !counted && call->views[0].ndim > 0) {
+        if (!has_rows(call->views[0].shape[0], door, &call->total))
+            return 0;
+        call->before = call->total / door->size * door->rank;
+    }
     call->src = &call->views[0];
     if (scatters && !is_root) { /* x is the output, from which Python derives the whole shape */
         call->src = NULL;

@@ -130,9 +130,9 @@ static int view_tensor(const struct core *core, const struct dl_exchange *torch,
     view->dtype = tensor.bits % 8 ? -1 : dtype_of(kind, tensor.bits / 8);
     int64_t stride = 1;
     for (int i = tensor.ndim - 1; i >= 0; i--) {
-        if (tensor.strides[i] != stride && tensor.shape[i] > 1)
+        if ((tensor.strides[i] != stride && tensor.shape[i] > 1)
+            || __builtin_mul_overflow(stride, tensor.shape[i], &stride))
             return 0;
-        stride *= tensor.shape[i];
     }
     view->address = (char *)tensor.data + tensor.byte_offset;
     view->writable = 1;

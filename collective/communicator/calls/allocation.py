@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,7 +74,7 @@ class Empty(Call):
 
     def run(self, deadline: Deadline) -> Any:
         path, dtype = self.path, self._dtype
-        nbytes = int(np.prod(self._shape, dtype=np.int64)) * dtype.itemsize
+        nbytes = math.prod(self._shape) * dtype.itemsize
         device = "cuda" if self._on_gpu else None
         request = Request(self.operation, dtype, self._shape, device=device)
         memory: list[Any] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
@@ -122,6 +123,11 @@ class Pieces(Call):
         Args:
             rows: number of rows of each leaf from each rank.
         """
+        if any(sum(lengths) > sys.maxsize for lengths in rows):
+            raise ShapeError(
+                f"{self.operation}: the result would have {max(map(sum, rows))} rows, more than an "
+                f"array can have ({sys.maxsize}) {self.path.who}. Join along an axis with fewer."
+            )
         if self.nesting == 0:
             return self._send_array(sum(rows[0]), planned, deadline)
         nbytes = self.received_elements(planned)

@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import math
 import mmap
 import os
 import socket
@@ -223,7 +224,7 @@ class NumpyTransport(SharedMemoryTransport):
         return view
 
     def _array_of(self, memory: np.ndarray[Any, Any], shape: Any, dtype: Any) -> Any:
-        count = int(np.prod(shape))
+        count = math.prod(shape)
         return memory[: count * dtype.itemsize].view(dtype).reshape(shape)
 
 
