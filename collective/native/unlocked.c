@@ -24,6 +24,23 @@
 static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct unlocked *table[BUCKETS];
 
+/* A fork waits until no thread has the lock. In the child that thread would not exist, and Python
+   takes the lock there when it shuts the doors. */
+static void lock_table(void)
+{
+    pthread_mutex_lock(&table_lock);
+}
+
+static void unlock_table(void)
+{
+    pthread_mutex_unlock(&table_lock);
+}
+
+static void prepare_forks(void)
+{
+    pthread_atfork(lock_table, unlock_table, unlock_table);
+}
+
 /* The error of this thread's last call, until failure() takes it. */
 static __thread PyObject *failed;
 
@@ -39,7 +56,8 @@ static struct unlocked **bucket_of(int64_t first, int64_t second)
     return &table[(hash ^ hash >> 32) % BUCKETS];
 }
 
-/* Drops one use of an entry; the last one frees the entry. */
+/* Drops one use of an entry; the last one frees the entry. PyGILState_Ensure() is for the main
+   interpreter, and so is every entry: see unlock_call(). */
 static void drop(struct unlocked *entry)
 {
     if (__atomic_sub_fetch(&entry->users, 1, __ATOMIC_ACQ_REL) != 0)
@@ -54,7 +72,6 @@ static void drop(struct unlocked *entry)
     Py_XDECREF(entry->turn);
     Py_XDECREF(entry->limit);
     PyGILState_Release(state);
-    free(entry->description);
     free(entry);
 }
 
@@ -63,7 +80,7 @@ static void remove_entries(const void *owner, int64_t first, int64_t second)
 {
     struct unlocked *gone = NULL;
     struct unlocked **from = owner ? table : bucket_of(first, second);
-    pthread_mutex_lock(&table_lock);
+    lock_table();
     for (struct unlocked **bucket = from; bucket < (owner ? table + BUCKETS : from + 1); bucket++) {
         for (struct unlocked **at = bucket; *at != NULL;) {
             struct unlocked *entry = *at;
@@ -77,7 +94,7 @@ static void remove_entries(const void *owner, int64_t first, int64_t second)
             }
         }
     }
-    pthread_mutex_unlock(&table_lock);
+    unlock_table();
     while (gone != NULL) {
         struct unlocked *next = gone->next;
         drop(gone);
@@ -90,17 +107,28 @@ void lock_calls(const void *door)
     remove_entries(door, 0, 0);
 }
 
+/* Keeps the error of a call for failure(), in place of one that nobody has taken. */
+static void keep_error(PyObject *error)
+{
+    if (failed != NULL && Py_IsInitialized()) {
+        PyGILState_STATE state = PyGILState_Ensure();
+        Py_CLEAR(failed);
+        PyGILState_Release(state);
+    }
+    failed = error;
+}
+
 /* Makes the call with a number on other arrays. Returns 0; or another number if the caller must
    have Python make the call. Python finds the error by failure() if the call has failed. */
 static int run(int64_t first, int64_t second, const void *in, void *out)
 {
-    pthread_mutex_lock(&table_lock);
+    lock_table();
     struct unlocked *entry = *bucket_of(first, second);
     while (entry != NULL && (entry->key[0] != first || entry->key[1] != second))
         entry = entry->next;
     if (entry != NULL)
         __atomic_add_fetch(&entry->users, 1, __ATOMIC_RELAXED);
-    pthread_mutex_unlock(&table_lock);
+    unlock_table();
     if (entry == NULL)
         return 1;
     PyObject *error = NULL;
@@ -110,7 +138,7 @@ static int run(int64_t first, int64_t second, const void *in, void *out)
     int state = run_unlocked(entry, in, out, &error);
     if (lock != NULL)
         PyThread_release_lock(lock);
-    failed = error;
+    keep_error(error);
     drop(entry);
     return state;
 }
@@ -159,6 +187,9 @@ PyObject *unlock_call(const struct core *core, const void *door, PyObject *ring,
                       PyObject *args)
 {
     PyObject *request;
+    /* A thread that Python does not know can enter only the main interpreter, which is number 0. */
+    if (PyInterpreterState_GetID(PyInterpreterState_Get()) != 0)
+        Py_RETURN_FALSE;
     struct unlocked *entry = calloc(1, sizeof *entry);
     if (entry == NULL)
         return PyErr_NoMemory();
@@ -175,10 +206,10 @@ PyObject *unlock_call(const struct core *core, const void *door, PyObject *ring,
     }
     struct unlocked **bucket = bucket_of(entry->key[0], entry->key[1]);
     remove_entries(NULL, entry->key[0], entry->key[1]);
-    pthread_mutex_lock(&table_lock);
+    lock_table();
     entry->next = *bucket;
     *bucket = entry;
-    pthread_mutex_unlock(&table_lock);
+    unlock_table();
     return Py_NewRef(Py_True);
 }
 
@@ -265,6 +296,8 @@ static PyMethodDef functions[] = {
 
 int add_unlocked(PyObject *module, struct core *core)
 {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, prepare_forks);
     PyObject *capsule = PyCapsule_New((void *)runner, "collective.native._core.run", NULL);
     int added = capsule != NULL && PyModule_AddObjectRef(module, "run", capsule) == 0;
     Py_XDECREF(capsule);
