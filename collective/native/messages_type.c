@@ -305,6 +305,7 @@ static PyObject *room_in(PyObject *module, PyObject *out)
 static int messages_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Py_VISIT(((Messages *)object)->python);
+    Py_VISIT(((Messages *)object)->segment.obj);
     return visit_object(object, visit, arg);
 }
 

@@ -355,6 +355,8 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg)
 #define VISIT(type, name) Py_VISIT(core->name);
     CORE_OBJECTS(VISIT)
 #undef VISIT
+    for (int i = 0; i < ARGUMENTS; i++)
+        Py_VISIT(core->arguments[i]);
     for (int i = 0; i < DTYPES; i++)
         Py_VISIT(core->descrs[i]);
     for (int i = 0; i < 2; i++)
