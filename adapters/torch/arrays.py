@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,35 @@ _BITS = {
     "float8_e5m2": (torch.uint8, np.dtype("uint8")),
 }
 _STRIDED = torch.strided
-native.see_tensors(torch.Tensor, torch.nn.Parameter)
 pass_over(torch)
+
+
+def _resizable_at() -> int:
+    """Return the offset of the flag in a storage's C++ object that allows to resize it; 0 if unknown.
+
+    ``Tensor.numpy()`` clears the flag for ever, and PyTorch has no function that sets it again. The
+    flag is the only byte there that ``numpy()`` changes from 1 to 0. This is tried, not presumed.
+    """
+    try:
+        tensors = [torch.zeros(1, device="cpu") for _ in range(2)]
+        one, other = (tensor.untyped_storage() for tensor in tensors)
+        before = ctypes.string_at(one._cdata, _FLAGS_WITHIN)
+        tensors[0].numpy()
+        after = ctypes.string_at(one._cdata, _FLAGS_WITHIN)
+        (at,) = (at for at in range(_FLAGS_WITHIN) if (before[at], after[at]) == (1, 0))
+        flag = ctypes.c_bool.from_address(other._cdata + at)
+        flag.value = False
+        cleared = not other.resizable()
+        flag.value = True
+        return at if cleared and other.resizable() else 0
+    except Exception:  # another layout, or a mode in which tensors have no memory
+        return 0
+
+
+# Bytes at the beginning of a storage's C++ object: it has more, and the flags are among these.
+_FLAGS_WITHIN = 64
+_numpy: Any = native.see_tensors(torch.Tensor, torch.nn.Parameter, _resizable_at())
+_numpy = _numpy or torch.Tensor.numpy
 
 
 class TorchAdapter(Adapter):
@@ -73,8 +101,8 @@ class TorchAdapter(Adapter):
         if on_gpu:
             return (_gpu or _on_gpu()).view(x, dtype), dtype
         if dtype.name in _BITS:
-            return x.view(_BITS[dtype.name][0]).numpy().view(dtype.storage), dtype
-        return x.numpy(), dtype
+            return _numpy(x.view(_BITS[dtype.name][0])).view(dtype.storage), dtype
+        return _numpy(x), dtype
 
     def spot(self, x: Any) -> Spot | None:
         dtype = _DTYPES.get(x.dtype)

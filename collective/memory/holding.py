@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from collective import native
+
 __all__ = ["hold"]
 
 
@@ -15,18 +17,23 @@ def hold(arrays: Iterable[Any]) -> list[Any]:
     """Return a list of references that keep the memory of ``arrays`` in place while it exists.
 
     NumPy's ``resize`` refuses an array that has a weak reference. This holds even with
-    ``refcheck=False``, where ``resize`` ignores views and buffers. A PyTorch tensor can get other
-    memory at any time, but the old memory lives on while an object refers to the old storage.
+    ``refcheck=False``, where ``resize`` ignores views and buffers. The memory of another object, such
+    as a ``bytearray`` or a ``mmap``, stays while there is a view of that object. A PyTorch tensor can
+    get another storage at any time, but the old storage lives on while an object refers to it. C
+    also makes the storage refuse to be resized; without C, ``numpy()`` has done that for ever.
 
     Args:
         arrays: arrays, and nested lists, tuples and dicts of arrays; all other objects are ignored.
     """
+    arrays = list(arrays)
+    if _in_c is not None:
+        return _in_c(arrays)
     held: list[Any] = []
     for item in arrays:
         if isinstance(item, np.ndarray):
             while isinstance(item.base, np.ndarray):
                 item = item.base
-            held.append(weakref.ref(item))
+            held.append(weakref.ref(item) if item.base is None else _view(item.base))
         elif isinstance(item, (list, tuple)):
             held.extend(hold(item))
         elif isinstance(item, dict):
@@ -34,3 +41,13 @@ def hold(arrays: Iterable[Any]) -> list[Any]:
         elif hasattr(item, "untyped_storage"):
             held.append(item.untyped_storage())
     return held
+
+
+def _view(owner: Any) -> Any:
+    try:
+        return memoryview(owner)
+    except TypeError:  # such as a tensor, whose numpy() lets nobody resize the storage
+        return owner
+
+
+_in_c = native.holder()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange", "Heads",
            "cached_bytes", "chosen", "door", "failure", "fold", "forget", "gate", "handle", "heads",
-           "in_thread", "messages", "method", "ring", "runner", "schedule", "see_frozen",
+           "holder", "in_thread", "messages", "method", "ring", "runner", "schedule", "see_frozen",
            "see_tensors", "shared", "status", "sums", "switch", "turn", "viewer"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
@@ -387,7 +387,7 @@ def turn() -> Any:
     return threading.Lock() if extension is None else extension.Turn()
 
 
-def see_tensors(tensor: Any, parameter: type) -> None:
+def see_tensors(tensor: Any, parameter: type, resizable_at: int) -> Callable[[Any], Any] | None:
     """Let C view PyTorch's tensors as it views NumPy's arrays, which saves calls into Python.
 
     C uses the functions that DLPack 1.2 defines for this, if the version of PyTorch has them.
@@ -395,11 +395,18 @@ def see_tensors(tensor: Any, parameter: type) -> None:
     Args:
         tensor, parameter: the classes ``torch.Tensor`` and ``torch.nn.Parameter``. C views tensors
             of exactly these classes.
+        resizable_at: bytes from the address of a storage (``_cdata``) to the flag that says whether
+            it may be resized, or 0. C clears the flag while a call uses a tensor.
+
+    Returns:
+        A function that returns ``tensor.numpy()`` and leaves the flag as it is; None if C cannot.
     """
     extension, _ = _load()
     functions = getattr(tensor, "__dlpack_c_exchange_api__", None)
-    if extension is not None and functions is not None:
-        extension.see_tensors(functions, tensor, parameter)
+    if extension is None or functions is None:
+        return None
+    extension.see_tensors(functions, tensor, parameter, resizable_at)
+    return cast("Callable[[Any], Any] | None", extension.numpy_of if resizable_at else None)
 
 
 def see_frozen(
@@ -434,6 +441,12 @@ def viewer() -> Callable[[Any], tuple[Any, ...] | None] | None:
     """
     extension, _ = _load()
     return None if extension is None else cast("Heads", extension).view
+
+
+def holder() -> Callable[[Any], list[Any]] | None:
+    """Return :func:`collective.memory.holding.hold` in C; None if there is no extension."""
+    extension, _ = _load()
+    return None if extension is None else cast("Callable[[Any], list[Any]]", extension.hold)
 
 
 def shared(

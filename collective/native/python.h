@@ -73,11 +73,13 @@ enum argument { X, OUT, OP, ORDER, ROOT, TIMEOUT, ASYNC, COUNTS, AXIS, ARGUMENTS
     EACH(PyTypeObject, ndarray) EACH(PyObject, empty)                                              \
     EACH(PyObject, is_neg) EACH(PyObject, is_conj) EACH(PyObject, new_empty)                       \
     EACH(PyObject, name_dtype) EACH(PyObject, name_base) EACH(PyObject, untyped_storage)           \
+    EACH(PyObject, name_cdata) EACH(PyTypeObject, hold_type)                                       \
     EACH(PyTypeObject, frozen_type) /* exactly this; NULL until see_frozen() */                    \
     EACH(PyObject, read_frozen) EACH(PyObject, wrap_frozen) EACH(PyObject, name_place)             \
     EACH(PyObject, known_place) EACH(PyObject, asarray)
 
 struct dl_exchange;
+struct hold;
 
 /* The state of one instance of the module. Each interpreter that imports the module has an instance,
    and so has each new import after the old module was removed from sys.modules.
@@ -95,6 +97,8 @@ struct core {
     PyObject *descrs[DTYPES];       /* NumPy's dtypes, each of them a single object; or all NULL */
     PyTypeObject *tensor_types[2];  /* exactly these: a subclass may behave differently */
     const struct dl_exchange *torch; /* NULL until see_tensors() */
+    Py_ssize_t resizable_at; /* bytes from a storage's address to its flag, or 0 */
+    struct hold *holds;      /* all that live */
     /* For each thread: the place of its calls in the program, if the thread makes them on behalf of
        other code; request.py sets it by in_thread. It is in C, since to ask a thread-local object
        of Python takes as long as the rest of a record. */
@@ -138,11 +142,13 @@ PyObject *thawed(const struct core *core, PyObject *array);
 int is_there(const struct core *core, const struct view *view);
 
 /* Returns an object that keeps the memory of an array at its address for as long as the object
-   lives. It is needed while another thread or Python code may run. For a NumPy array the object is
-   a weak reference: NumPy's resize refuses an array with a weak reference, even with
-   refcheck=False, which ignores views and buffers. For a tensor the object is its storage: a tensor
-   that gets other memory leaves the old memory to the holders of the storage. Returns NULL for any
-   other object, and never raises. */
+   lives. It is needed while another thread or Python code may run. If a NumPy array owns its memory,
+   the object is a weak reference: NumPy's resize refuses an array with a weak reference, even with
+   refcheck=False, which ignores views and buffers. If the memory is that of another object, such as
+   a bytearray or a mmap, the object is a view of that: np.ndarray(buffer=...) keeps none. For a
+   tensor the object has its storage, so that a tensor that gets another storage leaves the memory
+   there, and makes the storage refuse to be resized. Returns NULL for any other object, and never
+   raises. */
 PyObject *hold_memory(const struct core *core, PyObject *array);
 
 /* Appends to *held the objects that hold the memory of an array, or of all arrays in a structure.

@@ -176,7 +176,68 @@ int is_there(const struct core *core, const struct view *view)
            && now.nbytes == view->nbytes;
 }
 
-/* Returns a weak reference to the array that owns the memory; the argument may be a view of it. */
+/* A tensor's storage, which must not be resized as long as this object lives. The module's state has
+   a list of all of them. */
+struct hold {
+    CORE_HEAD
+    PyObject *storage;
+    char *flag; /* of the storage: whether it is resizable */
+    char was;   /* the flag before the first of the holds on this storage */
+    struct hold *next;
+};
+
+static void hold_dealloc(PyObject *object)
+{
+    struct hold *hold = (struct hold *)object;
+    struct core *core = PyModule_GetState(hold->core->module);
+    int others = 0;
+    Py_BEGIN_CRITICAL_SECTION(core->module);
+    struct hold **at = &core->holds;
+    while (*at != NULL) {
+        others += *at != hold && (*at)->flag == hold->flag;
+        if (*at == hold)
+            *at = hold->next;
+        else
+            at = &(*at)->next;
+    }
+    if (hold->flag != NULL && !others)
+        *hold->flag = hold->was;
+    Py_END_CRITICAL_SECTION();
+    Py_XDECREF(hold->storage);
+    free_object(object);
+}
+
+/* Returns an object that keeps a tensor's storage, with its memory. A storage that nobody knows how
+   to keep from being resized is only kept. */
+static PyObject *hold_tensor(const struct core *core, PyObject *tensor)
+{
+    PyObject *storage = PyObject_CallMethodObjArgs(tensor, core->untyped_storage, NULL);
+    if (storage == NULL || core->resizable_at == 0)
+        return storage;
+    struct core *state = PyModule_GetState(core->module);
+    PyObject *address = PyObject_GetAttr(storage, core->name_cdata);
+    char *start = address != NULL ? PyLong_AsVoidPtr(address) : NULL;
+    struct hold *hold = start != NULL ? new_object(core->hold_type) : NULL;
+    Py_XDECREF(address);
+    if (hold == NULL) {
+        Py_DECREF(storage);
+        return NULL;
+    }
+    hold->storage = storage;
+    hold->flag = start + core->resizable_at;
+    Py_BEGIN_CRITICAL_SECTION(core->module);
+    const struct hold *other = core->holds;
+    while (other != NULL && other->flag != hold->flag)
+        other = other->next;
+    hold->was = other != NULL ? other->was : *hold->flag;
+    hold->next = core->holds;
+    state->holds = hold;
+    *hold->flag = 0;
+    Py_END_CRITICAL_SECTION();
+    return (PyObject *)hold;
+}
+
+/* Holds the memory of NumPy's array, which may be a view of the array that owns the memory. */
 static PyObject *hold_numpy(const struct core *core, PyObject *array)
 {
     PyObject *owner = Py_NewRef(array), *base = PyObject_GetAttr(owner, core->name_base);
@@ -185,10 +246,14 @@ static PyObject *hold_numpy(const struct core *core, PyObject *array)
         owner = base;
         base = PyObject_GetAttr(owner, core->name_base);
     }
+    PyObject *held = NULL;
+    if (base == Py_None)
+        held = PyWeakref_NewRef(owner, NULL);
+    else if (base != NULL)
+        held = torch_of(core, base) ? hold_tensor(core, base) : PyMemoryView_FromObject(base);
     Py_XDECREF(base);
-    PyObject *reference = PyWeakref_NewRef(owner, NULL);
     Py_DECREF(owner);
-    return reference;
+    return held;
 }
 
 PyObject *hold_memory(const struct core *core, PyObject *array)
@@ -197,10 +262,29 @@ PyObject *hold_memory(const struct core *core, PyObject *array)
     if (PyObject_TypeCheck(array, core->ndarray))
         held = hold_numpy(core, array);
     else if (torch_of(core, array) != NULL)
-        held = PyObject_CallMethodObjArgs(array, core->untyped_storage, NULL);
+        held = hold_tensor(core, array);
     if (held == NULL)
         PyErr_Clear();
     return held;
+}
+
+/* hold(arrays) */
+static PyObject *hold_arrays(PyObject *module, PyObject *arrays)
+{
+    PyObject *held = NULL;
+    hold_all(PyModule_GetState(module), arrays, &held);
+    return held != NULL ? held : PyList_New(0);
+}
+
+/* numpy_of(tensor) */
+static PyObject *numpy_of(PyObject *module, PyObject *tensor)
+{
+    const struct core *core = PyModule_GetState(module);
+    PyObject *held = torch_of(core, tensor) != NULL ? hold_tensor(core, tensor) : NULL;
+    PyErr_Clear();
+    PyObject *array = PyObject_CallMethod(tensor, "numpy", NULL);
+    Py_XDECREF(held);
+    return array;
 }
 
 /* Returns the items of a list, tuple or dict as a tuple, which keeps them: to hold an array may run
@@ -292,13 +376,14 @@ PyObject *aligned_array(const struct core *core, PyObject *like, const struct vi
     return made;
 }
 
-/* see_tensors(exchange_api, Tensor, Parameter) */
+/* see_tensors(exchange_api, Tensor, Parameter, resizable_at) */
 static PyObject *see_tensors(PyObject *module, PyObject *args)
 {
     PyObject *capsule, *types[2];
+    Py_ssize_t resizable_at;
     struct core *core = PyModule_GetState(module);
-    if (!PyArg_ParseTuple(args, "OO!O!:see_tensors", &capsule, &PyType_Type, &types[0],
-                          &PyType_Type, &types[1]))
+    if (!PyArg_ParseTuple(args, "OO!O!n:see_tensors", &capsule, &PyType_Type, &types[0],
+                          &PyType_Type, &types[1], &resizable_at))
         return NULL;
     const struct dl_exchange *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (found == NULL)
@@ -307,6 +392,7 @@ static PyObject *see_tensors(PyObject *module, PyObject *args)
     if (core->torch == NULL && found->major == 1 && found->tensor_from_object != NULL) {
         for (int i = 0; i < 2; i++)
             core->tensor_types[i] = (PyTypeObject *)Py_NewRef(types[i]);
+        core->resizable_at = resizable_at;
         __atomic_store_n(&core->torch, found, __ATOMIC_RELEASE);
     }
     Py_END_CRITICAL_SECTION();
@@ -381,10 +467,22 @@ static PyObject *see_array(PyObject *module, PyObject *array)
                          view.writable ? Py_True : Py_False);
 }
 
+static PyType_Slot hold_slots[] = {{Py_tp_dealloc, hold_dealloc}, {0, NULL}};
+
+static PyType_Spec hold_spec = {
+    "collective.native._core.Hold", sizeof(struct hold), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, hold_slots};
+
 static PyMethodDef functions[] = {
     {"see_tensors", see_tensors, METH_VARARGS,
-     "see_tensors(exchange_api, Tensor, Parameter, /)\n--\n\n"
+     "see_tensors(exchange_api, Tensor, Parameter, resizable_at, /)\n--\n\n"
      "Let C view tensors of exactly these classes, too."},
+    {"hold", hold_arrays, METH_O,
+     "hold(arrays, /)\n--\n\n"
+     "Return a list that keeps the memory of all arrays in a structure; see memory/holding.py."},
+    {"numpy_of", numpy_of, METH_O,
+     "numpy_of(tensor, /)\n--\n\n"
+     "Return tensor.numpy(), after which the tensor can still be resized if it could before."},
     {"see_frozen", see_frozen, METH_VARARGS,
      "see_frozen(type, read, wrap, place, /)\n--\n\n"
      "Let C make calls on arrays of exactly this class, which never change."},
@@ -434,7 +532,9 @@ int add_views(PyObject *module, struct core *core)
         || (core->new_empty = PyUnicode_InternFromString("new_empty")) == NULL
         || (core->name_dtype = PyUnicode_InternFromString("dtype")) == NULL
         || (core->name_base = PyUnicode_InternFromString("base")) == NULL
-        || (core->untyped_storage = PyUnicode_InternFromString("untyped_storage")) == NULL)
+        || (core->untyped_storage = PyUnicode_InternFromString("untyped_storage")) == NULL
+        || (core->name_cdata = PyUnicode_InternFromString("_cdata")) == NULL
+        || add_type(module, &hold_spec, &core->hold_type) < 0)
         return -1;
     return PyModule_AddFunctions(module, functions);
 }

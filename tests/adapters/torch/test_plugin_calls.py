@@ -315,3 +315,32 @@ def test_process_group_can_be_destroyed_and_created_again(
             "collective", store=dist.FileStore(store, size), rank=rank, world_size=size
         )
     dist.barrier()
+
+
+@in_groups(("shm", 2), ("gloo", 2))
+def test_tensor_can_be_resized_after_every_call(rank: int, size: int) -> None:
+    # As over torch's own Gloo. Some programs free the storage of a parameter in this way.
+    def made(kind: Any) -> Any:
+        return torch.full((4,), rank + 1.0, dtype=kind)
+
+    calls: dict[str, Any] = {
+        "all_reduce": lambda x: dist.all_reduce(x),
+        "broadcast": lambda x: dist.broadcast(x, 0),
+        "reduce": lambda x: dist.reduce(x, 0),
+        "all_gather_into_tensor": lambda x: dist.all_gather_into_tensor(x, x[:2].clone()),
+        "reduce_scatter_tensor": lambda x: dist.reduce_scatter_tensor(x, torch.cat([x, x])),
+        "all_to_all_single": lambda x: dist.all_to_all_single(x, x.clone()),
+        "send": lambda x: dist.send(x, 1 - rank) if rank else dist.recv(x, 1 - rank),
+        "async": lambda x: dist.all_reduce(x, async_op=True).wait(),
+        "isend": lambda x: (dist.isend if rank else dist.irecv)(x, 1 - rank).wait(),
+    }
+    for name, call in calls.items():
+        for kind in (torch.float32, torch.bfloat16):
+            for _ in range(3):  # the first call plans, the later ones run in C
+                x = made(kind)
+                call(x)
+                x.untyped_storage().resize_(0)
+                assert x.untyped_storage().nbytes() == 0, (name, kind)
+                x.untyped_storage().resize_(4 * x.element_size())
+                x.resize_(100).fill_(1.0)
+                assert x.sum() == 100, (name, kind)
