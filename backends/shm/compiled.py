@@ -76,8 +76,9 @@ class Compiled:
     ) -> None:
         looks = _LOOKS_CROWDED if control.crowded else _LOOKS
         shared = native.shared(
-            control.segment.map, control.rank, control.size, 8 * LINE, control.layout.areas,
-            control.layout.area_bytes, _LEAST_LONG, looks, _ControlCallbacks(control),
+            control.segment.map, control.rank, control.size, 8 * LINE,
+            control.layout.calls[control.rank], control.layout.areas, control.layout.area_bytes,
+            _LEAST_LONG, looks, _ControlCallbacks(control),
         )  # fmt: skip
         assert shared is not None  # the transport creates this object only if all have the core
         # Keep the core: this rank may switch it off later, but all ranks must go on alike.
@@ -114,8 +115,9 @@ class Compiled:
             if op.function is not None or not self._core.make_fold(fold, code, None):
                 return None
         plan = self._shared.plan(
-            number, request.digest, request.root or 0, elements, fold, code, mean, request, _apart
-        )
+            number, request.digest, request.root or 0, elements, fold, code, mean, request,
+            description(request), _apart,
+        )  # fmt: skip
         if scale is not None:
             return partial(_scaled, scale, plan)
         if dtype is not None and operation == "scan" and self._rank == 0:
@@ -224,14 +226,9 @@ class _ControlCallbacks:
         self._control.request = request
         self._control.refuse(rank, what)
 
-    def publish_call(self, request: Request) -> int:
-        """Write the description of a call where peers can read it; return its number."""
-        return self._control.publish_call(request)
-
-    def describe(self, request: Request) -> tuple[int, bytes]:
-        """Return the place of this rank's descriptions in the segment, and that of a call."""
-        control = self._control
-        return control.layout.calls[control.rank], description(request)
+    def moved(self, request: Request) -> None:
+        """Raise an error, since an array of the running call has got other memory."""
+        self._control.refuse_moved(request)
 
 
 # -- messages -------------------------------------------------------------------------------
@@ -304,6 +301,10 @@ class _MessageCallbacks:
         # gives up. In the second case the sender breaks the communicator before it changes
         # anything. So if the communicator is not broken now, the copy is valid.
         self._control.refuse_broken(f"recv(tag={tag})")
+
+    def moved(self, to: int, source: int, tag: int) -> None:
+        """Raise an error, since an array of the running message has got other memory."""
+        self._control.refuse_moved(describe(to, source, tag))
 
     def refuse(self, rank: int, what: str) -> None:
         """Break the communicator."""

@@ -569,6 +569,18 @@ class Control:
             "shm",
         )
 
+    def refuse_moved(self, what: object) -> NoReturn:
+        """Break the communicator, since an array of a running call has got other memory.
+
+        Raises:
+            CommunicatorAbortedError: always, unless the communicator was broken before.
+        """
+        text = (
+            f"other code of rank {self.rank} gave an array of this call other memory while the call "
+            "was waiting. Resize or share an array only when its calls are over"
+        )
+        raise self.broken_by(Failure("aborted", self.rank, text), what)
+
     def refuse_broken(self, what: object) -> None:
         """Raise if the communicator is broken.
 

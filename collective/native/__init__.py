@@ -43,7 +43,7 @@ __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange"
            "see_tensors", "shared", "status", "sums", "switch", "turn", "viewer"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
-PROTOCOL = 20
+PROTOCOL = 21
 
 #: Bytes of a head, and bytes of it that can hold the elements of a short array.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
@@ -88,14 +88,8 @@ class Callbacks(Protocol):
     def refuse(self, request: Any, rank: int, what: str) -> None:
         """Raise an error, since ``rank`` has written an impossible value to shared memory."""
 
-    def publish_call(self, request: Any) -> int:
-        """Write the description of a call where peers can read it; return its number, from 1."""
-
-    def describe(self, request: Any) -> tuple[int, bytes]:
-        """Return the offset of this rank's descriptions in the segment, and that of a call.
-
-        The segment has 64 descriptions of one length, in a ring.
-        """
+    def moved(self, request: Any) -> None:
+        """Raise an error, since an array of the running call has got other memory."""
 
 
 class Heads(Protocol):
@@ -454,6 +448,7 @@ def shared(
     rank: int,
     size: int,
     lines: int,
+    calls: int,
     areas: int,
     area_bytes: int,
     least_long: int,
@@ -473,6 +468,7 @@ def shared(
         rank, size: this rank, and the number of ranks.
         lines: bytes from the segment's beginning to the ranks' lines. Each line has 64 words, which
             collective/native/shared.h names.
+        calls: bytes to the descriptions of this rank's last calls: 64 of 256 bytes, in a ring.
         areas: bytes from the segment's beginning to the ranks' areas, two for each rank.
         area_bytes: length of one area, a multiple of 64.
         least_long: bytes from which on a call is long, at most a quarter of an area.
@@ -485,7 +481,7 @@ def shared(
     if chosen.extension is None:
         return None
     memory: Shared = chosen.extension.Shared(
-        segment, rank, size, lines, areas, area_bytes, least_long, looks, callbacks
+        segment, rank, size, lines, calls, areas, area_bytes, least_long, looks, callbacks
     )
     return memory
 

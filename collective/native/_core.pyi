@@ -127,6 +127,7 @@ class Shared:
         rank: int,
         size: int,
         lines: int,
+        calls: int,
         areas: int,
         area_bytes: int,
         least_long: int,
@@ -147,6 +148,7 @@ class Shared:
         dtype: int,
         mean: bool,
         request: Any,
+        description: bytes,
         otherwise: Callable[[Callable[..., Any], Any, Any, Deadline], Any],
         /,
     ) -> Plan: ...

@@ -23,6 +23,7 @@
 
 #include "python.h"
 
+#include <stdlib.h>
 #include <string.h>
 #include <structmember.h>
 
@@ -73,14 +74,18 @@ struct entry {
     int64_t shape[VIEW_DIMENSIONS];
 };
 
-#define ENTRIES 128 /* a power of two */
+/* Number of entries of a table, a power of two; and number of places in a row, from that of its hash
+   on, at which an entry may be. A program of a thousand distinct calls finds them all: its table is
+   half full. With more calls, some replace others. */
+#define ENTRIES 2048
+#define PLACES 32
 
 /* Several threads may use a door, so the table is read and changed in critical sections. */
 typedef struct {
     CORE_HEAD
     PyObject *ring, *queue;
     int rank, size;
-    struct entry table[ENTRIES];
+    struct entry *table[ENTRIES]; /* NULL where no call has come yet */
 } Door;
 
 /* The attributes of a path that every call reads. Python sets them. C reads them from the struct,
@@ -306,24 +311,43 @@ static int is_plan_of(const struct entry *p, const struct call *call)
            && memcmp(p->shape, x->shape, sizeof *x->shape * (size_t)x->ndim) == 0;
 }
 
+/* Returns the place of a call's entry, or a place for it; sets whether the entry is there. */
+static struct entry **place_of(Door *door, const struct call *call, int *is_known)
+{
+    const struct view *x = &call->views[0];
+    uint64_t hash = (uint64_t)(uintptr_t)call->operation + (uintptr_t)call->op
+                    + (uintptr_t)call->division + 31 * (unsigned)x->dtype + (unsigned)call->root
+                    + (call->counts ? 127 * (uint64_t)call->total + 1 : 0);
+    for (int i = 0; i < x->ndim; i++)
+        hash = (hash ^ (uint64_t)x->shape[i]) * UINT64_C(0x9E3779B97F4A7C15);
+    size_t first = hash ^ hash >> 32;
+    for (size_t i = first; i < first + PLACES; i++) {
+        struct entry **place = &door->table[i % ENTRIES];
+        *is_known = *place != NULL && is_plan_of(*place, call);
+        if (*is_known || *place == NULL)
+            return place;
+    }
+    return &door->table[(first + (hash >> 40) % PLACES) % ENTRIES];
+}
+
 static PyObject *counts_of(const struct call *call)
 {
     return call->counts ? call->counts : Py_None;
 }
 
-/* Empties an entry. The entry is cleared before the references are dropped: a finalizer that runs
-   then may make a call that uses this table. */
+/* Frees an entry. It is in no table any more: a finalizer that runs then may make a call. */
 static void forget(struct entry *p)
 {
-    struct entry old = *p;
-    memset(p, 0, sizeof *p);
-    Py_XDECREF(old.planned);
-    Py_XDECREF(old.request);
-    Py_XDECREF(old.plan);
-    Py_XDECREF(old.plain);
-    Py_XDECREF(old.op);
-    Py_XDECREF(old.counts);
-    Py_XDECREF(old.division);
+    if (p == NULL)
+        return;
+    Py_XDECREF(p->planned);
+    Py_XDECREF(p->request);
+    Py_XDECREF(p->plan);
+    Py_XDECREF(p->plain);
+    Py_XDECREF(p->op);
+    Py_XDECREF(p->counts);
+    Py_XDECREF(p->division);
+    free(p);
 }
 
 /* What a call needs of its entry, with references: while the call runs, another thread, a signal
@@ -341,33 +365,37 @@ static struct found found_in(const struct core *core, const struct entry *p)
 }
 
 /* Makes an entry of what plan_for_c has returned; returns its plan, or none with an exception. */
-static struct found fill(Door *door, struct entry *p, const struct call *call,
-                         PyObject *planned)
+static struct found fill(Door *door, const struct call *call, PyObject *planned)
 {
     const struct view *x = &call->views[0];
     struct found found = {NULL, NULL, NULL};
-    struct entry entry = {
+    struct entry *entry = malloc(sizeof *entry);
+    int is_known;
+    if (entry == NULL) {
+        PyErr_NoMemory();
+        return found;
+    }
+    *entry = (struct entry){
         call->operation, Py_NewRef(planned), PyObject_GetAttrString(planned, "request"),
         PyObject_GetAttrString(planned, "plan"), NULL, Py_NewRef(call->op),
         Py_XNewRef(call->counts), Py_XNewRef(call->division), call->ordered, call->root,
         x->dtype, x->ndim, {0}};
-    memcpy(entry.shape, x->shape, sizeof entry.shape);
-    if (entry.request != NULL && entry.plan != NULL) {
-        if (Py_TYPE(entry.plan) != call->core->plan_type) {
-            entry.plain = PyObject_GetAttrString(entry.plan, "plain");
-            if (entry.plain == NULL) /* the plan has no such method */
+    memcpy(entry->shape, x->shape, sizeof *x->shape * (size_t)x->ndim);
+    if (entry->request != NULL && entry->plan != NULL) {
+        if (Py_TYPE(entry->plan) != call->core->plan_type) {
+            entry->plain = PyObject_GetAttrString(entry->plan, "plain");
+            if (entry->plain == NULL) /* the plan has no such method */
                 PyErr_Clear();
         }
-        found = found_in(call->core, &entry);
-        struct entry old;
+        found = found_in(call->core, entry);
         (void)door;
         Py_BEGIN_CRITICAL_SECTION(door);
-        old = *p;
-        *p = entry;
-        Py_END_CRITICAL_SECTION();
+        struct entry **place = place_of(door, call, &is_known), *old = *place;
+        *place = entry;
         entry = old;
+        Py_END_CRITICAL_SECTION();
     }
-    forget(&entry);
+    forget(entry);
     return found;
 }
 
@@ -382,17 +410,12 @@ static int are_there(const struct call *call)
    exception, or without one if Python must make the call. */
 static struct found find_plan(Door *door, const struct call *call)
 {
-    const struct view *x = &call->views[0];
     struct found found = {NULL, NULL, NULL};
-    uint64_t hash = (uint64_t)(uintptr_t)call->operation + (uintptr_t)call->op
-                    + (uintptr_t)call->division + 31 * (unsigned)x->dtype + (unsigned)call->root
-                    + (call->counts ? 127 * (uint64_t)call->total + 1 : 0);
-    for (int i = 0; i < x->ndim; i++)
-        hash = (hash ^ (uint64_t)x->shape[i]) * UINT64_C(0x9E3779B97F4A7C15);
-    struct entry *p = &door->table[(hash ^ hash >> 32) % ENTRIES];
+    int is_known;
     Py_BEGIN_CRITICAL_SECTION(door);
-    if (is_plan_of(p, call))
-        found = found_in(call->core, p);
+    struct entry **place = place_of(door, call, &is_known);
+    if (is_known)
+        found = found_in(call->core, *place);
     Py_END_CRITICAL_SECTION();
     if (found.plan != NULL)
         return found;
@@ -402,7 +425,7 @@ static struct found find_plan(Door *door, const struct call *call)
     /* If another thread has run meanwhile and has changed an array, Python must make the call, since
        it looks at the arrays again. */
     if (planned != NULL && planned != Py_None && are_there(call))
-        found = fill(door, p, call, planned);
+        found = fill(door, call, planned);
     Py_XDECREF(planned);
     return found;
 }
@@ -974,17 +997,27 @@ static int door_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(door->ring);
     Py_VISIT(door->queue);
     for (int i = 0; i < ENTRIES; i++) {
-        Py_VISIT(door->table[i].planned);
-        Py_VISIT(door->table[i].plan);
-        Py_VISIT(door->table[i].plain);
+        const struct entry *entry = door->table[i];
+        if (entry == NULL)
+            continue;
+        Py_VISIT(entry->planned);
+        Py_VISIT(entry->request);
+        Py_VISIT(entry->plan);
+        Py_VISIT(entry->plain);
+        Py_VISIT(entry->op);
+        Py_VISIT(entry->counts);
+        Py_VISIT(entry->division);
     }
     return visit_object(object, visit, arg);
 }
 
 static int door_clear(PyObject *object)
 {
-    for (int i = 0; i < ENTRIES; i++)
-        forget(&((Door *)object)->table[i]);
+    for (int i = 0; i < ENTRIES; i++) {
+        struct entry *entry = ((Door *)object)->table[i];
+        ((Door *)object)->table[i] = NULL;
+        forget(entry);
+    }
     return 0;
 }
 

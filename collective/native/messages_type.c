@@ -33,6 +33,7 @@ typedef struct {
     struct exchange exchange;
     Messages *over;
     PyObject *const *args;
+    struct view src, dst; /* their arrays are NULL for a half that the call does not have */
     int64_t fitting[HEAD_WORDS];
 } Call;
 
@@ -41,6 +42,18 @@ static int done(PyObject *result)
 {
     Py_XDECREF(result);
     return result == NULL ? -1 : 0;
+}
+
+/* Checks, when other code has run, that the arrays have the memory that they had at the beginning.
+   Returns -1 with an exception if not. */
+static int check_arrays(const Call *call)
+{
+    const struct core *core = call->over->core;
+    if ((call->src.array == NULL || is_there(core, &call->src))
+        && (call->dst.array == NULL || is_there(core, &call->dst)))
+        return 0;
+    return done(PyObject_CallMethod(call->over->python, "moved", "OOO", call->args[1],
+                                    call->args[3], call->args[4]));
 }
 
 /* Exchanges bytes without the interpreter lock, for as long as there is progress. If another thread
@@ -112,6 +125,8 @@ static PyObject *advance(PyObject *capsule, PyObject *nothing)
     (void)nothing;
     if (call == NULL)
         return PyErr_Occurred() ? NULL : PyLong_FromLong(0);
+    if (check_arrays(call) < 0)
+        return NULL;
     if ((exchange_step(&call->exchange) || call->exchange.damage) && drive(call) < 0)
         return NULL;
     return PyLong_FromLong(call->exchange.pending);
@@ -148,7 +163,9 @@ static int run(Call *call, size_t nbytes)
     /* From here on other threads may run, and they may give the arrays other memory. */
     const struct core *core = call->over->core;
     PyObject *held[] = {hold_memory(core, call->args[0]), hold_memory(core, call->args[2])};
-    int failed = drive(call);
+    int failed = check_arrays(call);
+    if (failed == 0)
+        failed = drive(call);
     if (failed == 0 && x->pending)
         failed = ask_python(call);
     Py_XDECREF(held[0]);
@@ -185,29 +202,31 @@ static int begin(Call *call, size_t *nbytes)
     PyObject *const *args = call->args;
     struct messages *m = &over->messages;
     struct exchange *x = &call->exchange;
-    struct view src = {0}, dst = {0};
+    struct view *src = &call->src, *dst = &call->dst;
     int64_t to, source, tag, words[HEAD_WORDS];
     int sends = args[0] != Py_None, receives = args[2] != Py_None, heads = args[6] == Py_True;
+    *src = *dst = (struct view){0};
     if (!read_int(args[1], -2, m->size - 1, &to) || !read_int(args[3], -2, m->size - 1, &source)
         || !read_int(args[4], heads ? 0 : -INT64_MAX, heads ? INT32_MAX : INT64_MAX, &tag) || to == m->rank
         || source == m->rank || (sends && to < 0) || (receives && source < -1)
-        || (sends && !view_array(over->core, args[0], &src))
-        || (receives && (!view_array(over->core, args[2], &dst) || !dst.writable))
+        || (sends && !view_array(over->core, args[0], src))
+        || (receives && (!view_array(over->core, args[2], dst) || !dst->writable))
         || __atomic_load_n((uint64_t *)over->segment.buf, __ATOMIC_ACQUIRE))
         return 0;
     exchange_begin(x, m);
     if (sends)
-        exchange_send(x, (int)to, tag, src.address, src.nbytes,
-                      heads ? head_of(&src, words) : NULL, over->single_copy);
+        exchange_send(x, (int)to, tag, src->address, src->nbytes,
+                      heads ? head_of(src, words) : NULL, over->single_copy);
     /* If x and out overlap, nothing is received before x has been sent: a received message would
        overwrite elements that are still to be sent. */
-    int overlap = src.address < dst.address + dst.nbytes && dst.address < src.address + src.nbytes;
+    int overlap = src->address < dst->address + dst->nbytes
+                  && dst->address < src->address + src->nbytes;
     if (receives && !overlap)
         exchange_recv(x, source < 0 ? 0 : (int)source, source < 0 ? m->size - 1 : (int)source, tag,
-                      dst.address, dst.nbytes, heads ? head_of(&dst, call->fitting) : NULL);
+                      dst->address, dst->nbytes, heads ? head_of(dst, call->fitting) : NULL);
     else if (source >= 0)
         exchange_drain(x, (int)source);
-    *nbytes = src.nbytes + dst.nbytes;
+    *nbytes = src->nbytes + dst->nbytes;
     return 1;
 }
 
@@ -301,7 +320,7 @@ static PyObject *room_in(PyObject *module, PyObject *out)
 
 /* -- life ---------------------------------------------------------------------------------- */
 
-/* Only the object of Python can be part of a reference cycle, and Python breaks the cycle there. */
+/* Python breaks a cycle through its object, or through the owner of the memory, there. */
 static int messages_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Py_VISIT(((Messages *)object)->python);

@@ -13,6 +13,7 @@ typedef struct {
     CORE_HEAD
     struct shared shared;
     Py_buffer memory; /* the control segment, which this buffer keeps mapped */
+    char *descriptions; /* of this rank's last calls, in the segment */
     PyObject *callbacks; /* see Callbacks in __init__.py */
     /* The running call, with references that its caller has: */
     PyObject *request;
@@ -32,7 +33,8 @@ typedef struct {
     Shared *over;
     PyObject *request;
     PyObject *otherwise; /* otherwise(plan, src, dst, deadline) for arrays that C cannot take */
-    uint64_t described;  /* the number of the description of this call, or 0 */
+    char description[CALL_BYTES]; /* for the peers, padded with zeros */
+    uint64_t described;           /* the number of this description in the segment, or 0 */
 } Plan;
 
 /* Time for which a wait yields the processor before it calls Python. */
@@ -63,12 +65,28 @@ static int ask_python(Shared *self, int64_t began, int rank, const uint64_t *wor
     return done == NULL ? -1 : 0;
 }
 
-/* Keeps the arrays' memory at its address. Called before other threads of Python can run. */
-static void hold(Shared *self)
+/* Keeps the arrays' memory at its address. Called before other threads of Python can run. Returns
+   whether the memory is where it was when the arrays were viewed. */
+static int hold(Shared *self)
 {
-    for (int i = 0; i < 2; i++)
-        if (self->views[i] != NULL && self->held[i] == NULL)
-            self->held[i] = hold_memory(self->core, self->views[i]->array);
+    int there = 1;
+    for (int i = 0; i < 2; i++) {
+        const struct view *view = self->views[i];
+        if (view != NULL && self->held[i] == NULL)
+            self->held[i] = hold_memory(self->core, view->array);
+        there = there && (view == NULL || is_there(self->core, view));
+    }
+    return there;
+}
+
+/* Raises an exception and returns -1, since other code has given an array other memory. */
+static int refuse_moved(Shared *self)
+{
+    PyObject *done = PyObject_CallMethod(self->callbacks, "moved", "O", self->request);
+    if (done != NULL)
+        PyErr_SetString(PyExc_SystemError, "moved() did not raise");
+    Py_XDECREF(done);
+    return -1;
 }
 
 /* Begins a call; returns whether no other call is running. Two threads may begin a call at once, if
@@ -140,14 +158,15 @@ static int wait_unlocked(Shared *self, int rank, const uint64_t *word, uint64_t 
 }
 
 /* Waits for a word, without the interpreter lock. After YIELD_NS Python waits instead: its wait
-   handles deadlines, signals and dead peers. */
+   handles deadlines, signals and dead peers. Other threads may give an array other memory then, in
+   ways that hold() cannot forbid, such as share_memory_() of a tensor. */
 static int wait_for(void *context, int rank, const uint64_t *word, uint64_t value, uint64_t most)
 {
     Shared *self = context;
     if (self->call != NULL)
         return wait_unlocked(self, rank, word, value, most);
-    if (self->unlocked == NULL)
-        hold(self);
+    if (self->unlocked == NULL && !hold(self))
+        return refuse_moved(self);
     PyThreadState *state = self->unlocked ? self->unlocked : PyEval_SaveThread();
     int there = 0, failed = 0;
     int64_t end = now_ns() + YIELD_NS;
@@ -163,6 +182,8 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
         /* Python's load of the word has no acquire order, so without this fence the processor may
            load what the peer announced before it loads the word. */
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        if (!failed && !hold(self))
+            failed = refuse_moved(self);
     }
     if (self->unlocked)
         self->unlocked = PyEval_SaveThread();
@@ -184,14 +205,14 @@ static void record(void *context)
 
 /* -- Shared --------------------------------------------------------------------------------- */
 
-/* Shared(segment, rank, size, lines, areas, area_bytes, least_long, looks, callbacks) */
+/* Shared(segment, rank, size, lines, calls, areas, area_bytes, least_long, looks, callbacks) */
 static int read_shared(Shared *self, PyObject *args)
 {
     struct shared *s = &self->shared;
     PyObject *memory, *callbacks;
-    Py_ssize_t lines, areas, area_bytes, least_long;
-    if (!PyArg_ParseTuple(args, "OiinnnniO:Shared", &memory, &s->rank, &s->size, &lines, &areas,
-                          &area_bytes, &least_long, &s->looks, &callbacks)
+    Py_ssize_t lines, calls, areas, area_bytes, least_long;
+    if (!PyArg_ParseTuple(args, "OiinnnnniO:Shared", &memory, &s->rank, &s->size, &lines, &calls,
+                          &areas, &area_bytes, &least_long, &s->looks, &callbacks)
         || PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
         return -1;
     self->callbacks = Py_NewRef(callbacks);
@@ -201,11 +222,14 @@ static int read_shared(Shared *self, PyObject *args)
     if (size < 2 || size > most || s->rank < 0 || s->rank >= size || area_bytes < 32 * size
         || area_bytes % 64 || area_bytes > most || least_long < 1 || least_long > area_bytes / 4
         || lines < 8 || lines % 8 || areas < 8 || areas % 8
-        || (most - lines) / (8 * LINE_WORDS) < size || (most - areas) / area_bytes < 2 * size) {
+        || (most - lines) / (8 * LINE_WORDS) < size || (most - areas) / area_bytes < 2 * size
+        || calls < 8 || calls > most || most - calls < CALLS_KEPT * CALL_BYTES) {
         PyErr_SetString(PyExc_ValueError, "Shared: a number is out of its range, or the lines or "
-                                          "areas of all ranks are not in the segment");
+                                          "areas of all ranks, or this rank's descriptions, are "
+                                          "not in the segment");
         return -1;
     }
+    self->descriptions = (char *)self->memory.buf + calls;
     s->area_bytes = (size_t)area_bytes;
     s->least_long = (size_t)least_long;
     s->wait = wait_for;
@@ -240,10 +264,11 @@ static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     return (PyObject *)self;
 }
 
-/* Only callbacks can be part of a reference cycle, and Python breaks the cycle there. */
+/* Python breaks a cycle through the callbacks, or through the owner of the memory, there. */
 static int shared_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Py_VISIT(((Shared *)object)->callbacks);
+    Py_VISIT(((Shared *)object)->memory.obj);
     return visit_object(object, visit, arg);
 }
 
@@ -254,8 +279,9 @@ static void shared_dealloc(PyObject *object)
     Py_XDECREF(self->callbacks);
     if (self->memory.obj != NULL)
         PyBuffer_Release(&self->memory);
-    for (int i = 0; i < SEGMENTS; i++)
-        free(self->shared.segments[i].parts);
+    for (size_t i = 0; i < self->shared.known; i++)
+        free(self->shared.segments[i]);
+    free(self->shared.segments);
     free(self->shared.stages);
     free(self->shared.sources);
     free(self->shared.results);
@@ -276,48 +302,80 @@ static int read_words(PyObject *sequence, int size, uint64_t *words)
     return 0;
 }
 
-/* Registers a mapped symmetric segment, by know(number, nbytes, addresses), or removes it, by
-   know(number). Returns whether there was a free entry, or an entry to remove. Calls on a segment
-   without an entry are staged, as calls on ordinary memory are.
+/* Inserts a segment; returns 0 if there is no memory. The caller has the critical section. */
+static int insert(struct shared *s, struct segment *segment)
+{
+    if (s->known == s->room) {
+        size_t room = 2 * s->room + 8;
+        struct segment **longer = realloc(s->segments, room * sizeof *longer);
+        if (longer == NULL)
+            return 0;
+        s->segments = longer;
+        s->room = room;
+    }
+    size_t at = segments_until(s, segment->parts[s->rank]);
+    memmove(&s->segments[at + 1], &s->segments[at], (s->known++ - at) * sizeof *s->segments);
+    s->segments[at] = segment;
+    return 1;
+}
 
-   A running call may have released the interpreter lock, so the segments that it uses cannot be
-   removed before it ends. */
+/* Removes a segment; returns 0 if it is not known, or -1 with an exception. A running call may have
+   released the interpreter lock, so the segments that it uses cannot be removed before it ends. */
+static int remove_segment(Shared *self, uint64_t number)
+{
+    struct shared *s = &self->shared;
+    struct segment *segment = NULL;
+    int used = 0;
+    Py_BEGIN_CRITICAL_SECTION(self);
+    for (size_t at = 0; at < s->known && segment == NULL; at++) {
+        if (s->segments[at]->number != number)
+            continue;
+        segment = s->segments[at];
+        used = segment == s->inside[0] || segment == s->inside[1];
+        if (!used)
+            memmove(&s->segments[at], &s->segments[at + 1],
+                    (--s->known - at) * sizeof *s->segments);
+    }
+    Py_END_CRITICAL_SECTION();
+    if (!used)
+        free(segment);
+    else
+        PyErr_Format(PyExc_RuntimeError, "know: a running call uses segment %llu",
+                     (unsigned long long)number);
+    return used ? -1 : segment != NULL;
+}
+
+/* Registers a mapped symmetric segment, by know(number, nbytes, addresses); or removes it, by
+   know(number). Returns whether that was possible. */
 static PyObject *shared_know(PyObject *object, PyObject *args)
 {
-    Shared *self = (Shared *)object;
-    struct shared *s = &self->shared;
+    struct shared *s = &((Shared *)object)->shared;
     unsigned long long number;
     Py_ssize_t nbytes = 0;
     PyObject *addresses = NULL;
-    struct segment *entry = NULL;
-    char **parts = NULL;
-    int used;
+    int done;
     if (!PyArg_ParseTuple(args, "K|nO:know", &number, &nbytes, &addresses))
         return NULL;
-    /* The addresses are read before the entry is chosen, since that may run Python code. */
-    if (addresses != NULL) {
-        if ((parts = calloc((size_t)s->size, sizeof *parts)) == NULL)
-            return PyErr_NoMemory();
-        if (read_words(addresses, s->size, (uint64_t *)parts) < 0) {
-            free(parts);
-            return NULL;
-        }
+    if (addresses == NULL) {
+        done = remove_segment((Shared *)object, number);
+        return done < 0 ? NULL : PyBool_FromLong(done);
     }
+    if (number == 0 || nbytes < 0)
+        return PyErr_Format(PyExc_ValueError, "know: the number or the length is out of its range");
+    struct segment *segment = malloc(sizeof *segment + (size_t)s->size * sizeof *segment->parts);
+    if (segment == NULL)
+        return PyErr_NoMemory();
+    *segment = (struct segment){number, (size_t)nbytes};
+    /* The addresses are read before the segment is inserted, since that may run Python code. */
+    done = read_words(addresses, s->size, (uint64_t *)segment->parts) == 0 ? 0 : -1;
     Py_BEGIN_CRITICAL_SECTION(object);
-    for (int i = 0; i < SEGMENTS && entry == NULL; i++)
-        if (s->segments[i].number == (addresses == NULL ? number : 0))
-            entry = &s->segments[i];
-    used = entry != NULL && (entry == s->inside[0] || entry == s->inside[1]);
-    if (entry != NULL && !used) {
-        char **old = entry->parts;
-        *entry = (struct segment){parts != NULL ? number : 0, (size_t)nbytes, parts};
-        parts = old;
-    }
+    if (done == 0)
+        done = insert(s, segment);
     Py_END_CRITICAL_SECTION();
-    free(parts);
-    if (used)
-        return PyErr_Format(PyExc_RuntimeError, "know: a running call uses segment %llu", number);
-    return PyBool_FromLong(entry != NULL);
+    if (done > 0)
+        Py_RETURN_TRUE;
+    free(segment);
+    return done < 0 ? NULL : PyErr_NoMemory();
 }
 
 /* -- Plan ----------------------------------------------------------------------------------- */
@@ -369,15 +427,16 @@ static int read_fold(struct plan *p, const char *op, int dtype, int mean)
     return 0;
 }
 
-/* plan(operation, digest, root, elements, op, dtype, mean, request, otherwise) */
+/* plan(operation, digest, root, elements, op, dtype, mean, request, description, otherwise) */
 static PyObject *shared_plan(PyObject *over, PyObject *args)
 {
     PyObject *elements, *request, *otherwise;
-    const char *op;
+    Py_ssize_t described;
+    const char *op, *description;
     int operation, root, dtype, mean, size = ((Shared *)over)->shared.size;
     unsigned long long digest;
-    if (!PyArg_ParseTuple(args, "iKiOzipOO:plan", &operation, &digest, &root, &elements, &op,
-                          &dtype, &mean, &request, &otherwise))
+    if (!PyArg_ParseTuple(args, "iKiOzipOy#O:plan", &operation, &digest, &root, &elements, &op,
+                          &dtype, &mean, &request, &description, &described, &otherwise))
         return NULL;
     Plan *self = new_object(((Shared *)over)->core->plan_type);
     if (self == NULL)
@@ -389,9 +448,12 @@ static PyObject *shared_plan(PyObject *over, PyObject *args)
     p->operation = (enum operation)operation;
     p->root = root;
     p->digest = digest;
+    if (described <= CALL_BYTES)
+        memcpy(self->description, description, (size_t)described);
     if ((unsigned)p->operation >= OPERATIONS || p->root < 0 || p->root >= size
-        || (splits(p) || joins(p)) != (elements != Py_None)) {
-        PyErr_SetString(PyExc_ValueError, "plan: the operation, root or elements are not valid");
+        || (splits(p) || joins(p)) != (elements != Py_None) || described > CALL_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "plan: the operation, root, elements or description are "
+                                          "not valid");
     } else if (read_starts(p, size, elements) == 0 && read_fold(p, op, dtype, mean) == 0) {
         return (PyObject *)self;
     }
@@ -445,7 +507,7 @@ static int fits(const struct shared *s, const struct plan *p, const struct view 
 }
 
 /* Raises the exception for a failed call; the wait callback has already raised its own. */
-static int give_up(const Plan *self, int failed, PyObject *limit)
+static void give_up(const Plan *self, int failed, PyObject *limit)
 {
     PyObject *callbacks = self->over->callbacks, *done = NULL, *deadline = NULL;
     const struct shared *s = &self->over->shared;
@@ -461,18 +523,20 @@ static int give_up(const Plan *self, int failed, PyObject *limit)
                                            "not raise");
     Py_XDECREF(deadline);
     Py_XDECREF(done);
-    return -1;
 }
 
-/* Writes a description of the call where peers can read it. */
-static int publish_call(Plan *self)
+/* Tells the peers which call this rank makes. The segment keeps the last CALLS_KEPT descriptions, so
+   newer ones may have replaced that of this plan. Only a call that has begun publishes. */
+static void publish_call(Plan *self)
 {
-    PyObject *callbacks = self->over->callbacks;
-    PyObject *number = PyObject_CallMethod(callbacks, "publish_call", "O", self->request);
-    uint64_t described = number == NULL ? 0 : PyLong_AsUnsignedLongLong(number);
-    __atomic_store_n(&self->described, described, __ATOMIC_RELAXED);
-    Py_XDECREF(number);
-    return number == NULL ? -1 : 0;
+    uint64_t *line = self->over->shared.stages[self->over->shared.rank].line;
+    if (self->described == 0 || line[DESCRIBED] - self->described >= CALLS_KEPT) {
+        self->described = line[DESCRIBED] + 1;
+        memcpy(self->over->descriptions + self->described % CALLS_KEPT * CALL_BYTES,
+               self->description, CALL_BYTES);
+        __atomic_store_n(&line[DESCRIBED], self->described, __ATOMIC_RELEASE);
+    }
+    line[LAST_CALL] = self->described;
 }
 
 /* Whether all ranks have announced the same sums in this call, undamaged. */
@@ -506,45 +570,29 @@ static int run_summed(PyObject *object, const struct view *src, const struct vie
     struct shared *s = &over->shared;
     struct plan *p = &self->plan;
     const struct view *one = src != NULL ? src : dst;
-    uint64_t *line = s->stages[s->rank].line, described;
-    int is_long, unpublished = 0;
-    for (;;) {
-        if (!begin(over)) {
-            if (unpublished) /* by another thread, or by a signal handler, during publish_call() */
-                return 1;
-            PyErr_SetString(PyExc_RuntimeError, "plan: a call is running; make one call at a time");
-            return -1;
-        }
-        p->item = one != NULL ? item_bytes[one->dtype] : 1;
-        if (p->starts == NULL)
-            p->count = one != NULL ? one->nbytes / p->item : 0;
-        is_long = p->count * p->item >= LONG_CALL_BYTES;
-        int fit = fits(s, p, sends(s, p) ? src : NULL, takes(s, p) ? dst : NULL);
-        /* Another thread may have run since the arrays were viewed: during publish_call(), which is
-           Python code, or while PyTorch made the result. It may have changed an array. */
-        if (fit > 0 && (unpublished || is_long)
-            && ((src != NULL && !is_there(over->core, src))
-                || (dst != NULL && !is_there(over->core, dst))))
-            fit = 0;
-        if (fit <= 0) {
-            end(over);
-            if (fit < 0)
-                PyErr_SetString(PyExc_ValueError, "plan: the arrays have other lengths or types "
-                                                  "than the plan's");
-            return fit < 0 ? -1 : 1;
-        }
-        /* The segment keeps the last CALLS_KEPT descriptions: newer ones may have replaced
-           this call's. */
-        described = __atomic_load_n(&self->described, __ATOMIC_RELAXED);
-        if (described != 0 && line[DESCRIBED] - described < CALLS_KEPT)
-            break;
-        /* A signal handler may make a call during publish_call(), so this call does not run yet. */
-        end(over);
-        unpublished = 1;
-        if (publish_call(self) < 0)
-            return -1;
+    if (!begin(over)) {
+        PyErr_SetString(PyExc_RuntimeError, "plan: a call is running; make one call at a time");
+        return -1;
     }
-    line[LAST_CALL] = described;
+    p->item = one != NULL ? item_bytes[one->dtype] : 1;
+    if (p->starts == NULL)
+        p->count = one != NULL ? one->nbytes / p->item : 0;
+    int is_long = p->count * p->item >= LONG_CALL_BYTES;
+    int fit = fits(s, p, sends(s, p) ? src : NULL, takes(s, p) ? dst : NULL);
+    over->views[0] = src;
+    over->views[1] = dst != src ? dst : NULL;
+    /* Another thread may have run since the arrays were viewed, while PyTorch made the result. It may
+       have changed an array. */
+    if (fit > 0 && is_long && !hold(over))
+        fit = 0;
+    if (fit <= 0) {
+        let_go(over);
+        if (fit < 0)
+            PyErr_SetString(PyExc_ValueError, "plan: the arrays have other lengths or types than "
+                                              "the plan's");
+        return fit < 0 ? -1 : 1;
+    }
+    publish_call(self);
     over->request = self->request;
     over->limit = limit;
     over->ring = ring;
@@ -554,12 +602,8 @@ static int run_summed(PyObject *object, const struct view *src, const struct vie
     Py_BEGIN_CRITICAL_SECTION(over);
     shared_locate(s, p, from, to);
     Py_END_CRITICAL_SECTION();
-    over->views[0] = src;
-    over->views[1] = dst != src ? dst : NULL;
-    if (is_long) {
+    if (is_long)
         record(over);
-        hold(over);
-    }
     over->unlocked = is_long ? PyEval_SaveThread() : NULL;
     int failed = shared_call(s, p, from, (void *)to);
     if (over->unlocked != NULL)
@@ -570,10 +614,12 @@ static int run_summed(PyObject *object, const struct view *src, const struct vie
     int reports = !failed && summed != NULL && !(only_unlike && are_alike(s));
     if (reports)
         *summed = report_sums(s, &sums);
-    let_go(over);
+    /* The ranks share their calls in steps of the same counters if the calls differ. So no other call
+       may begin before that. */
     if (failed)
-        return give_up(self, failed, limit);
-    return reports && *summed == NULL ? -1 : 0;
+        give_up(self, failed, limit);
+    let_go(over);
+    return failed || (reports && *summed == NULL) ? -1 : 0;
 }
 
 int run_plan(PyObject *object, const struct view *src, const struct view *dst, PyObject *limit,
@@ -597,50 +643,12 @@ int run_compared(PyObject *object, const struct view *src, const struct view *ds
 
 int check_unlocked(struct unlocked *call, PyObject *request)
 {
-    Plan *self = (Plan *)call->plan;
-    Shared *over = self->over;
     double seconds = PyFloat_AsDouble(call->limit);
     if (seconds == -1.0 && PyErr_Occurred())
         return -1;
     call->patience = seconds < 4e-9 * NEED_PYTHON_NS ? (int64_t)(seconds * 1e9 / 4)
                                                      : NEED_PYTHON_NS;
-    if ((call->source = source_in(call->ring, request, call->site)) < 0)
-        return -1;
-    /* Where this rank's descriptions of calls begin in the segment, and the one of this call. */
-    PyObject *described = PyObject_CallMethod(over->callbacks, "describe", "O", request);
-    Py_ssize_t at, nbytes;
-    const char *text;
-    int read = described != NULL && PyArg_ParseTuple(described, "ny#:describe", &at, &text, &nbytes);
-    if (read && (at < 0 || nbytes > over->memory.len / CALLS_KEPT
-                 || at > over->memory.len - nbytes * CALLS_KEPT)) {
-        PyErr_SetString(PyExc_ValueError, "describe: the descriptions are not in the segment");
-        read = 0;
-    }
-    if (read && (call->description = malloc((size_t)nbytes + 1)) == NULL) {
-        PyErr_NoMemory();
-        read = 0;
-    }
-    if (read) {
-        memcpy(call->description, text, (size_t)nbytes);
-        call->description_bytes = (size_t)nbytes;
-        call->descriptions = (char *)over->memory.buf + at;
-    }
-    Py_XDECREF(described);
-    return read ? 1 : -1;
-}
-
-/* Returns the number of this call's description, which the peers can read. */
-static uint64_t publish_unlocked(Plan *self, const struct unlocked *call, uint64_t *line)
-{
-    uint64_t described = __atomic_load_n(&self->described, __ATOMIC_RELAXED);
-    if (described != 0 && line[DESCRIBED] - described < CALLS_KEPT)
-        return described;
-    described = line[DESCRIBED] + 1;
-    size_t nbytes = call->description_bytes;
-    memcpy(call->descriptions + described % CALLS_KEPT * nbytes, call->description, nbytes);
-    __atomic_store_n(&line[DESCRIBED], described, __ATOMIC_RELEASE);
-    __atomic_store_n(&self->described, described, __ATOMIC_RELAXED);
-    return described;
+    return (call->source = source_in(call->ring, request, call->site)) < 0 ? -1 : 1;
 }
 
 static struct view *view_unlocked(const struct unlocked *call, int which, const void *in, void *out,
@@ -681,8 +689,7 @@ int run_unlocked(const struct unlocked *call, const void *in, void *out, PyObjec
         end(over);
         return 1;
     }
-    uint64_t *line = s->stages[s->rank].line;
-    line[LAST_CALL] = publish_unlocked(self, call, line);
+    publish_call(self);
     over->request = self->request;
     over->limit = call->limit;
     over->ring = call->ring;
@@ -699,8 +706,7 @@ int run_unlocked(const struct unlocked *call, const void *in, void *out, PyObjec
         record_unlocked_end(call->ring);
     if (!failed && p->operation != BARRIER)
         count_call(call->ring);
-    end(over);
-    if (failed && *error == NULL) {
+    if (failed && *error == NULL) { /* before other calls can begin, as in run_summed() */
         PyGILState_STATE state = PyGILState_Ensure();
         PyObject *site = exchange_site(self->core, call->site);
         give_up(self, failed, call->limit);
@@ -708,6 +714,7 @@ int run_unlocked(const struct unlocked *call, const void *in, void *out, PyObjec
         exchange_site(self->core, site);
         PyGILState_Release(state);
     }
+    end(over);
     if (!failed && call->copies)
         memcpy(out, in, call->nbytes[IN]);
     if (!failed && call->clears)
@@ -792,8 +799,8 @@ static PyMethodDef shared_methods[] = {
      "Register a mapped symmetric segment, or remove it if there are no addresses; return whether\n"
      "that was possible."},
     {"plan", shared_plan, METH_VARARGS,
-     "plan(operation, digest, root, elements, op, dtype, mean, request, otherwise, /)\n--\n\n"
-     "Prepare a call."},
+     "plan(operation, digest, root, elements, op, dtype, mean, request, description, otherwise, /)"
+     "\n--\n\nPrepare a call. The peers can read the description: 256 bytes at most."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot shared_slots[] = {

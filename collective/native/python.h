@@ -265,9 +265,6 @@ struct unlocked {
     int copies, clears; /* whether in is copied to out afterwards; whether out is set to zero */
     int dtype;
     size_t nbytes[BOTH];
-    char *description; /* of the call */
-    size_t description_bytes;
-    char *descriptions; /* of this rank's calls, in the segment */
 };
 
 /* Makes a call, in a thread without the interpreter lock. Returns 0; 1, before anything has been
@@ -275,8 +272,7 @@ struct unlocked {
    exception in *error. */
 int run_unlocked(const struct unlocked *call, const void *in, void *out, PyObject **error);
 
-/* Checks that a call can be made in this way, and sets its patience, source and descriptions.
-   Returns 1, 0 if Python must make the call, or -1 with an exception. */
+/* Sets the patience and the source of a call; returns 1, or -1 with an exception. */
 int check_unlocked(struct unlocked *call, PyObject *request);
 
 /* Returns the number by which record_unlocked records a call of this place; -1 with an exception. */

@@ -253,20 +253,26 @@ static int short_call(struct shared *s, const struct plan *p, uint64_t step, con
     return 0;
 }
 
+size_t segments_until(const struct shared *s, const char *address)
+{
+    size_t from = 0, stop = s->known;
+    while (from < stop) {
+        size_t middle = (from + stop) / 2;
+        if (s->segments[middle]->parts[s->rank] <= address)
+            from = middle + 1;
+        else
+            stop = middle;
+    }
+    return from;
+}
+
 /* Finds the symmetric segment that contains an array, if any. */
 static void locate(struct shared *s, int which, const char *array, size_t nbytes)
 {
-    s->inside[which] = NULL;
-    for (int i = 0; i < SEGMENTS; i++) {
-        const struct segment *segment = &s->segments[i];
-        if (segment->number == 0 || array < segment->parts[s->rank])
-            continue;
-        s->offset[which] = (size_t)(array - segment->parts[s->rank]);
-        if (s->offset[which] + nbytes <= segment->nbytes) {
-            s->inside[which] = segment;
-            return;
-        }
-    }
+    size_t until = segments_until(s, array);
+    const struct segment *last = until > 0 ? s->segments[until - 1] : NULL;
+    s->offset[which] = last != NULL ? (size_t)(array - last->parts[s->rank]) : 0;
+    s->inside[which] = last != NULL && s->offset[which] + nbytes <= last->nbytes ? last : NULL;
 }
 
 void shared_locate(struct shared *s, const struct plan *p, const void *src, const void *dst)

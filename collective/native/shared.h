@@ -33,9 +33,9 @@ struct stage {
 
 /* A symmetric segment. */
 struct segment {
-    uint64_t number; /* 0 if this entry is free */
-    size_t nbytes;   /* of one rank's part */
-    char **parts;    /* by rank: where its part is mapped in this process */
+    uint64_t number;
+    size_t nbytes; /* of one rank's part */
+    char *parts[]; /* by rank: where its part is mapped in this process */
 };
 
 /* Bytes of the longest input that travels in the rank's line, beside the step. */
@@ -45,9 +45,9 @@ struct segment {
    whether these were damaged on their way. */
 enum { ANNOUNCED = 3 };
 
-/* CALLS_KEPT: number of a rank's last calls that are described for its peers, as CALLS in
-   backends/shm/layout.py. SEGMENTS: number of symmetric segments that C can know at a time. */
-enum { CALLS_KEPT = 64, SEGMENTS = 64 };
+/* CALLS_KEPT: number of a rank's last calls that are described for its peers. CALL_BYTES: bytes of a
+   description. As CALLS and CALL_BYTES in backends/shm/layout.py. */
+enum { CALLS_KEPT = 64, CALL_BYTES = 256 };
 
 /* Waits until *word has reached value (see reached()), for as long as it takes. Called after the
    word has been polled in vain. Returns 0, or a negative number if the value will not come. */
@@ -72,7 +72,8 @@ struct shared {
     struct stage *stages;   /* by rank */
     const char **sources;   /* by rank: where its input is read in this call */
     char **results;         /* by rank: where its output is written in this call */
-    struct segment segments[SEGMENTS];
+    struct segment **segments; /* by the address of this rank's part */
+    size_t known, room;        /* number of segments, and of entries */
     /* The segment that contains the call's input [0] or output [1], or NULL; and the offset of the
        array in this rank's part. */
     const struct segment *inside[2];
@@ -145,6 +146,9 @@ size_t output_bytes(const struct shared *shared, const struct plan *plan);
    ranks. */
 int splits(const struct plan *plan);
 int joins(const struct plan *plan);
+
+/* Returns the number of segments in which this rank's part begins at or before an address. */
+size_t segments_until(const struct shared *shared, const char *address);
 
 /* Functions that shared.c and staging.c have for each other. */
 size_t start_of(const struct shared *shared, const struct plan *plan, int rank);

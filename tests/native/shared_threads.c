@@ -216,7 +216,16 @@ static void *rank_main(void *argument)
                             .sources = calloc(ranks, sizeof(char *)),
                             .results = calloc(ranks, sizeof(char *)),
                             .announced = calloc(ranks, ANNOUNCED * sizeof(uint64_t))};
-    shared.segments[3] = (struct segment){7, heap_bytes, heaps};
+    /* The segment of all ranks, between two that only this rank knows. */
+    struct segment *segments[3];
+    for (int i = 0; i < 3; i++) {
+        segments[i] = malloc(sizeof **segments + (size_t)ranks * sizeof(char *));
+        *segments[i] = (struct segment){i == 1 ? 7 : 100 + 2 * (uint64_t)shared.rank + i, heap_bytes};
+        for (int rank = 0; rank < ranks; rank++)
+            segments[i]->parts[rank] = heaps[rank] + (ptrdiff_t)(i - 1) * (ptrdiff_t)heap_bytes;
+    }
+    shared.segments = segments;
+    shared.known = shared.room = 3;
     uint32_t state = seed * 2654435761u + 1;
     for (int call = 0; call < calls; call++) {
         size_t starts[MOST_RANKS + 1] = {0}, longest = 0;
@@ -251,6 +260,8 @@ static void *rank_main(void *argument)
                   shared.rank, 0);
     }
     break_off(&shared, &state);
+    for (int i = 0; i < 3; i++)
+        free(segments[i]);
     free(shared.sources);
     free(shared.results);
     free(shared.announced);

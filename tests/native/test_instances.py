@@ -123,11 +123,11 @@ class _Callbacks:
 
 
 def _shared(callbacks: Any) -> Any:
-    return native.shared(np.zeros(1 << 17, np.uint8), 0, 2, 8, 4096, 4096, 512, 1, callbacks)
+    return native.shared(np.zeros(1 << 17, np.uint8), 0, 2, 8, 1 << 16, 4096, 4096, 512, 1, callbacks)
 
 
 def _plan(callbacks: Any) -> Any:
-    return _shared(None).plan(0, 1, 0, None, None, 0, False, None, callbacks)
+    return _shared(None).plan(0, 1, 0, None, None, 0, False, None, b"", callbacks)
 
 
 def _exchange(callbacks: Any) -> Any:

@@ -5,6 +5,7 @@ The conformance kit and test_shm_in_c check the results for every type, operatio
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ from tests.support.interpreter import run_python
 core = pytest.importorskip("collective.native._core", reason="the native core is not built")
 
 AREA_BYTES = 4096
+CALLS, CALL_BYTES = 64, 256
 LINE_BYTES = 512
 FLOAT32 = BY_NAME["float32"]
 BROADCAST, ALL_REDUCE = 3, 1  # as in collective/native/shared.h
-DIGEST, LOCATION, POSTED, FOLDED, READ = 1, 8, 40, 48, 56
+DIGEST, LOCATION, LAST_CALL, DESCRIBED, POSTED, FOLDED, READ = 1, 8, 34, 39, 40, 48, 56
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
@@ -55,20 +57,25 @@ class Host:
     """Rank 0 of two ranks; its peer acts as the test defines when rank 0 waits."""
 
     def __init__(self) -> None:
-        self.memory = bytearray(64 + 2 * LINE_BYTES + 4 * AREA_BYTES)
+        areas = 64 + 2 * LINE_BYTES
+        self.calls = calls = areas + 4 * AREA_BYTES
+        self.memory = bytearray(calls + CALLS * CALL_BYTES)
         self.words = memoryview(self.memory)[64:].cast("Q")
         self.peer = self.words[LINE_BYTES // 8 :]
         self.asked: list[tuple[Any, ...]] = []
         self.meanwhile: Any = None
-        areas = 64 + 2 * LINE_BYTES
         self.shared = core.Shared(
-            self.memory, 0, 2, 64, areas, AREA_BYTES, AREA_BYTES // 32 * 3, 20, self
+            self.memory, 0, 2, 64, calls, areas, AREA_BYTES, AREA_BYTES // 32 * 3, 20, self
         )
 
-    def plan(self, operation: int, op: str | None, digest: int = 7) -> Any:
+    def plan(self, operation: int, op: str | None, description: bytes = b"") -> Any:
         return self.shared.plan(
-            operation, digest, 0, None, op, FLOAT32.code, False, "request", self.otherwise
+            operation, 7, 0, None, op, FLOAT32.code, False, "request", description, self.otherwise
         )
+
+    def last_call(self) -> bytes:
+        at = self.calls + self.words[LAST_CALL] % CALLS * CALL_BYTES
+        return bytes(self.memory[at : at + CALL_BYTES]).rstrip(b"\0")
 
     def otherwise(self, plan: Any, src: Any, dst: Any, seconds: float) -> None:
         raise NotImplementedError
@@ -87,9 +94,8 @@ class Host:
     def refuse(self, request: Any, rank: int, what: str) -> None:
         raise Damaged(f"{request}: rank {rank}: {what}")
 
-    def publish_call(self, request: Any) -> int:
-        self.words[39] += 1
-        return self.words[39]
+    def moved(self, request: Any) -> None:
+        raise MemoryError(f"{request} has lost its array")
 
     def arrives(self, digest: int = 7) -> None:
         """Let the peer make its next step."""
@@ -101,12 +107,12 @@ def floats(count: int, value: float = 1.0) -> Buffer:
     return Buffer(np.full(count, value, np.float32), FLOAT32)
 
 
+def late() -> None:
+    raise TimeoutError("late")
+
+
 def test_error_in_wait_callback_ends_call() -> None:
     host = Host()
-
-    def late() -> None:
-        raise TimeoutError("late")
-
     host.meanwhile = late
     with pytest.raises(TimeoutError, match="late"):
         host.plan(ALL_REDUCE, "sum")(floats(5), floats(5), 1.5)
@@ -140,7 +146,7 @@ def test_call_on_broken_communicator_leaves_areas_alone() -> None:
     host.memory[0] = 1
     with pytest.raises(ConnectionError, match="request is broken"):
         host.plan(BROADCAST, None)(floats(5), floats(5), 1.0)
-    assert not any(host.memory[64 + 2 * LINE_BYTES :])
+    assert not any(host.memory[64 + 2 * LINE_BYTES : 64 + 2 * LINE_BYTES + 4 * AREA_BYTES])
     assert host.words[0] == 0, "the call has made a step"
 
 
@@ -298,18 +304,116 @@ def test_unsuitable_arrays_are_handed_over_before_any_step(arrays: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "areas"), [(-8, 1088), (4, 1088), (64, 1092), (64, 1 << 20), (15_500, 1088)]
-)
-def test_offsets_outside_segment_are_refused(lines: int, areas: int) -> None:
+    ("lines", "calls", "areas"),
+    [
+        (-8, 16 << 10, 1088), (4, 16 << 10, 1088), (32_000, 16 << 10, 1088), (64, 16 << 10, 1092),
+        (64, 16 << 10, 1 << 20), (64, -8, 1088), (64, (16 << 10) + 8, 1088), (64, 1 << 20, 1088),
+    ],
+)  # fmt: skip
+def test_offsets_outside_segment_are_refused(lines: int, calls: int, areas: int) -> None:
     with pytest.raises(ValueError, match="not in the segment"):
-        core.Shared(bytearray(16 << 10), 0, 2, lines, areas, 1024, 96, 20, print)
+        core.Shared(bytearray(32 << 10), 0, 2, lines, calls, areas, 1024, 96, 20, print)
 
 
-def test_forgotten_segment_makes_room_for_another() -> None:
-    shared = Host().shared
-    assert [shared.know(number, 64, [4096, 8192]) for number in range(1, 66)] == [True] * 64 + [
-        False
-    ]
-    assert shared.know(3)
-    assert not shared.know(3)
-    assert shared.know(66, 64, [4096, 8192])
+def test_arrays_of_hundreds_of_segments_are_found_until_forgotten() -> None:
+    host, memory = Host(), np.ones((300, 1024), np.float32)
+    starts = [row.__array_interface__["data"][0] for row in memory]
+    rows = np.random.default_rng(0).permutation(300).tolist()
+    for row in rows:
+        assert host.shared.know(row + 1, 4096, [starts[row], 4096])
+    for row in rows[::3]:
+        assert host.shared.know(row + 1)
+        assert not host.shared.know(row + 1)
+    host.meanwhile = late
+    for row in range(300):
+        part = Buffer(memory[row, 24:], FLOAT32)
+        with pytest.raises(TimeoutError):
+            host.plan(ALL_REDUCE, "sum")(part, part, 1.0)
+        at = LOCATION + 8 * (host.words[0] & 1)
+        known = (0, 0) if row in rows[::3] else (row + 1, 96)
+        assert tuple(host.words[at : at + 2])[: 1 + (known[0] > 0)] == known[: 1 + (known[0] > 0)]
+
+
+@pytest.mark.parametrize("segment", [(0, 64), (1, -1)])
+def test_impossible_segment_is_refused(segment: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="know: the number or the length"):
+        Host().shared.know(*segment, [4096, 8192])
+
+
+def test_peers_can_read_every_call_of_a_hundred_in_turn() -> None:
+    host = Host()
+    host.peer[DIGEST], host.peer[DIGEST + 1] = 7, 7
+    plans = [host.plan(ALL_REDUCE, "sum", b"call %d" % number) for number in range(100)]
+    for call in range(300):
+        host.peer[0] = call + 1
+        plans[call % 100](floats(5), floats(5), 1.0)
+        assert host.last_call() == b"call %d" % (call % 100)
+        assert host.words[DESCRIBED] == call + 1
+
+
+def test_call_that_is_still_described_is_not_described_again() -> None:
+    host = Host()
+    host.peer[DIGEST], host.peer[DIGEST + 1] = 7, 7
+    plans = [host.plan(ALL_REDUCE, "sum", b"call %d" % number) for number in range(64)]
+    for call in range(200):
+        host.peer[0] = call + 1
+        plans[call % 64](floats(5), floats(5), 1.0)
+        assert host.last_call() == b"call %d" % (call % 64)
+    assert host.words[DESCRIBED] == 64
+
+
+def _new_memory(array: Any) -> None:
+    """Give an array other memory, as unpickling does."""
+    array.__setstate__((1, (2 * array.size,), array.dtype, False, 2 * array.tobytes()))
+
+
+@pytest.mark.parametrize("count", [5, 5000, 50_000], ids=["short", "staged", "without the lock"])
+@pytest.mark.parametrize("which", [0, 1], ids=["input", "output"])
+def test_array_that_gets_other_memory_in_a_wait_ends_the_call(count: int, which: int) -> None:
+    host, buffers = Host(), (floats(count), floats(count))
+
+    def arrives_late() -> None:
+        host.arrives()
+        _new_memory(buffers[which].array)
+
+    host.meanwhile = arrives_late
+    with pytest.raises(MemoryError, match="request has lost its array"):
+        host.plan(ALL_REDUCE, "sum")(*buffers, 1.0)
+    assert buffers[which].array.tolist() == [1.0] * 2 * count
+
+
+@pytest.mark.parametrize("owner", [bytearray, "shared memory"], ids=str)
+def test_owner_of_an_array_cannot_free_its_memory_in_a_wait(owner: Any) -> None:
+    host, x = Host(), floats(5)
+    block = bytearray(20) if owner is bytearray else mmap.mmap(-1, 20)
+    out: Any = np.ndarray(5, np.float32, buffer=block)
+    refusals = []
+
+    def arrives_late() -> None:
+        try:
+            block.append(1) if isinstance(block, bytearray) else block.close()
+        except BufferError as error:
+            refusals.append(error)
+        host.arrives()
+
+    host.meanwhile = arrives_late
+    host.plan(BROADCAST, None)(x, Buffer(out, FLOAT32), 1.0)
+    assert len(refusals) == 1
+    del out
+    block.append(1) if isinstance(block, bytearray) else block.close()
+
+
+def test_no_call_begins_while_the_ranks_share_their_calls() -> None:
+    host, refusals = Host(), []
+    host.meanwhile = lambda: host.arrives(digest=8)
+
+    def differ(request: Any, deadline: Deadline) -> None:
+        with pytest.raises(RuntimeError, match="a call is running") as caught:
+            host.plan(ALL_REDUCE, "sum")(floats(5), floats(5), 1.0)
+        refusals.append(caught.value)
+        raise LookupError
+
+    host.differ = differ  # type: ignore[method-assign]
+    with pytest.raises(LookupError):
+        host.plan(ALL_REDUCE, "sum")(floats(5), floats(5), 1.0)
+    assert len(refusals) == 1

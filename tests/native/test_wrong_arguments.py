@@ -43,7 +43,7 @@ UNFINISHED = """
 segment = bytearray(1 << 20)
 made = {
     _core.Ring: (["x"],), _core.Door: (_core.Ring(["x"]), [], 0, 2), _core.InThread: (),
-    _core.Shared: (segment, 0, 2, 1024, 8192, 65536, 4096, 10, object()),
+    _core.Shared: (segment, 0, 2, 1024, 1 << 19, 8192, 65536, 4096, 10, object()),
 }
 for kind, arguments in made.items():
     if arguments:
@@ -55,8 +55,8 @@ for kind, arguments in made.items():
 refuses(_core.Plan)
 # What is wrong with a segment is found before anything of it is used.
 shared = _core.Shared.__new__(_core.Shared, *made[_core.Shared])
-refuses(shared.plan, 1, 0, 0, None, None, 8, False, "request", print)  # a reduction, of no operator
-refuses(shared.plan, 5, 0, 0, [1 << 63, 1 << 63], "sum", 11, False, "request", print)
+refuses(shared.plan, 1, 0, 0, None, None, 8, False, "request", b"", print)  # no operator
+refuses(shared.plan, 5, 0, 0, [1 << 63, 1 << 63], "sum", 11, False, "request", b"", print)
 refuses(_core.Shared, bytearray(64), *made[_core.Shared][1:])
 """
 
@@ -121,9 +121,9 @@ def garbage():
     return [random.choice(list(values())) for _ in range(random.randrange(11))]
 made = [
     _core, ring, _core.InThread(), _core.Door(ring, [], 0, 2),
-    _core.Shared(bytearray(1 << 20), 0, 2, 1024, 8192, 65536, 4096, 10, object()),
+    _core.Shared(bytearray(1 << 20), 0, 2, 1024, 1 << 19, 8192, 65536, 4096, 10, object()),
 ]
-made.append(made[-1].plan(0, 0, 0, None, None, 11, False, "request", repr))
+made.append(made[-1].plan(0, 0, 0, None, None, 11, False, "request", b"", repr))
 callables = list(chain.from_iterable(
     [getattr(each, name) for name in dir(each) if callable(getattr(each, name))
      and not name.startswith("__") or name in ("__init__", "__call__")] for each in made))
@@ -135,16 +135,16 @@ callables.append(
 assert len(callables) > 20, callables
 # Every function gets the arguments that it takes, each of them replaced by something else, too.
 right = {
-    "Shared": [bytearray(1 << 20), 0, 2, 1024, 8192, 65536, 4096, 10, object()],
+    "Shared": [bytearray(1 << 20), 0, 2, 1024, 1 << 19, 8192, 65536, 4096, 10, object()],
     "Door": [ring, [], 0, 2], "Method": [print, type], "Ring": ["x"], "view": [np.ones(3)],
     "make_messages": [bytearray(1 << 20), 0, 2, 8192, 8192, 1 << 16, 10, False, None, 1024],
     "make_fold": ["sum", 11, repr, 0], "know": [1, 64, [0, 0]],
-    "plan": [5, 0, 0, [1, 2], "sum", 11, True, "request", repr],
+    "plan": [5, 0, 0, [1, 2], "sum", 11, True, "request", b"", repr],
     "nap": [bytearray(1 << 12), 128, 0.001, lambda: True], "wake": [bytearray(1 << 12), [128]],
     "exchange": [None, -2, None, -2, 0, 0.1, True], "begin": ["request", False], "kept": [1],
     "write_head": [np.ones(3), np.zeros(1024, np.uint8)], "room_in": [np.ones(3)],
     "read_head": [np.zeros(1024, np.uint8), np.ones(3)],
-    "fold": [np.ones(3), np.ones(3)], "see_tensors": [object(), type, int],
+    "fold": [np.ones(3), np.ones(3)], "see_tensors": [object(), type, int, 0],
     "make_schedule": ["sum", 11, 2, 0, 1, bytes(12)], "run": [[np.ones(3)] * 2, [np.ones(3)]],
     "see_frozen": [dict, repr, repr, "place"],
 }
