@@ -202,8 +202,8 @@ soak: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
 
 # Needs a compiler with its sanitizers, and no Python packages.
 sanitize: .venv/bin/python
-	$(BIN)/python -m tests.native.threads --programs shared --calls 1000
-	$(BIN)/python -m tests.native.threads --programs messages --calls 4000
+	$(BIN)/python -m tests.native.threads --programs shared folds --calls 1000
+	$(BIN)/python -m tests.native.threads --programs messages xla --calls 4000
 
 # Needs a compiler, apt and Debian's packages that CPython's build needs, such as libssl-dev. The words
 # in FREETHREADED go to CPython's configure.

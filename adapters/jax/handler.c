@@ -107,7 +107,7 @@ enum { EXECUTE = 3 };
    whatever was in memory. So the ticket differs from call to call. */
 typedef int64_t call_function(int64_t ticket, int64_t number, const void *in, void *out);
 static call_function *make_call;
-static __thread int64_t tickets;
+static __thread uint64_t tickets;
 /* Text of the last error of a call in this thread, or NULL, and whether it was a
    KeyboardInterrupt. */
 static __thread char *failure;
@@ -176,7 +176,7 @@ EXPORTED void *collective_ffi_call(Frame *frame)
     void *out = frame->results.buffers[0]->data;
     if (run != NULL && run(number, -1, in, out) == 0)
         return NULL;
-    int64_t ticket = ++tickets;
+    int64_t ticket = (int64_t)++tickets;
     if (make_call(ticket, number, in, out) == ~ticket)
         return NULL;
     if (interrupted)

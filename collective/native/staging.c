@@ -37,7 +37,7 @@ struct staging {
     char *dst;
     int pieces;             /* pieces of a block that a rank posts: one for each peer, or one */
     uint64_t first, number; /* the counters before the call, and the number of its blocks */
-    uint64_t depth;         /* blocks that an area holds */
+    uint64_t depth, origin; /* blocks that an area holds; the first block's place among them */
     size_t piece;           /* elements of a piece, at most */
     int around;             /* whether results are written around the caches */
 };
@@ -86,6 +86,7 @@ static struct staging cut(struct shared *s, const struct plan *p, const char *sr
     c.piece = smaller(smaller(room, PIECE_BYTES / p->item), half > 0 ? half : 1);
     c.number = (longest + c.piece - 1) / c.piece;
     c.depth = area / (c.pieces * c.piece * p->item);
+    c.origin = c.first % c.depth;
     s->blocks += c.number;
     return c;
 }
@@ -105,7 +106,7 @@ static size_t span(const struct staging *c, int rank, uint64_t block, size_t *co
 /* Returns the address of a piece of a block in a rank's area. */
 static char *piece_at(const struct staging *c, int rank, int area, uint64_t block, int index)
 {
-    size_t slot = (c->first + block) % c->depth * (area == 0 ? c->pieces : 1) + index;
+    size_t slot = (c->origin + block) % c->depth * (area == 0 ? c->pieces : 1) + index;
     return (char *)c->shared->stages[rank].areas[area] + slot * c->piece * c->plan->item;
 }
 

@@ -146,10 +146,10 @@ def compile_for_arm(
 
 def program(name: str, folder: Path, barriers: bool) -> list[str]:
     """Compile a program of threads, and return the command that runs it."""
-    parts = PROGRAMS[name]
+    main, *parts = PROGRAMS[name]
     output = folder / f"{name}{'' if barriers else '_as_it_is'}"
     flags = ["-O2", "-static", f"-I{_CORE}", *(part for part in parts if part[0] == "-")]
-    sources = [_HERE / f"{name}_threads.c", *(_CORE / part for part in parts if part[0] != "-")]
+    sources = [_HERE / main, *(_CORE / part for part in parts if part[0] != "-")]
     compile_for_arm(sources, output, flags, barriers)
     return [_EMULATOR, str(output)]
 

@@ -2,7 +2,8 @@
    random moment, also just when the sender has announced all of it and looks for a claim. After
    each message the sender overwrites its array. threads.py builds and runs the program.
 
-   Usage: claims_threads RANKS CALLS RING_BYTES SEED */
+   Usage: claims_threads RANKS CALLS RING_BYTES SEED START
+   START is the number of bytes at which the counts begin, a multiple of 8. */
 
 #define _GNU_SOURCE
 #include "messages.h"
@@ -21,6 +22,7 @@ enum { MOST_RANKS = 16, NBYTES = CLAIMED_BYTES, LATER = 99, LOOKS = 2000, DELAY 
 static int ranks, calls;
 static size_t ring_bytes;
 static unsigned seed;
+static uint64_t start;
 static struct messages sender_end, ends[MOST_RANKS];
 static int ready[MOST_RANKS]; /* the call for which the receiver waits */
 static char expected[LATER][NBYTES], later[NBYTES];
@@ -111,12 +113,13 @@ static void *receive_all(void *argument)
 
 int main(int count, char **arguments)
 {
-    if (count != 5)
+    if (count != 6)
         return 2;
     ranks = atoi(arguments[1]);
     calls = atoi(arguments[2]);
     ring_bytes = (size_t)atol(arguments[3]);
     seed = (unsigned)atol(arguments[4]);
+    start = strtoull(arguments[5], NULL, 10);
     for (int value = 0; value < LATER; value++)
         memset(expected[value], value, NBYTES);
     memset(later, LATER, NBYTES);
@@ -127,11 +130,15 @@ int main(int count, char **arguments)
         char *page = memory + (size_t)rank * (4096 + ring_bytes);
         ends[rank] = (struct messages){rank, ranks, ring_bytes, ring_bytes,
                                        calloc(1, sizeof(struct ring)), NULL, NULL, NULL, 1};
-        ends[rank].in[0] = (struct ring){.mine = (uint64_t *)(page + 512),
+        for (int word = 0; word < 3; word++)
+            ((uint64_t *)page)[64 * word] = start;
+        ends[rank].in[0] = (struct ring){.position = start, .seen = start,
+                                         .mine = (uint64_t *)(page + 512),
                                          .theirs = (uint64_t *)page,
                                          .claim = (uint64_t *)(page + 1024),
                                          .data = (unsigned char *)page + 4096};
-        sender_end.out[rank] = (struct ring){.mine = (uint64_t *)page,
+        sender_end.out[rank] = (struct ring){.position = start, .seen = start,
+                                             .mine = (uint64_t *)page,
                                              .theirs = (uint64_t *)(page + 512),
                                              .claim = (uint64_t *)(page + 1024),
                                              .data = (unsigned char *)page + 4096};

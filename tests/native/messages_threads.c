@@ -2,7 +2,8 @@
    the previous rank. The lengths are random, around those at which messages change their method.
    test_shared.py builds and runs the program, and so does `make sanitize`, both under sanitizers.
 
-   Usage: messages_threads RANKS CALLS RING_BYTES SEED */
+   Usage: messages_threads RANKS CALLS RING_BYTES SEED START
+   START is the number of bytes at which the counts begin, a multiple of 8. */
 
 #define _GNU_SOURCE
 #include "messages.h"
@@ -21,6 +22,7 @@ enum { MOST_RANKS = 16, LANES = 2, LOOKS = 20, OFFSETS = 4096 };
 static int ranks, calls;
 static size_t ring_bytes;
 static unsigned seed;
+static uint64_t start;
 static struct messages all[MOST_RANKS];
 /* The flags say that ranks nap, so that senders wake them. No thread really naps here. */
 static uint32_t sleepers = 1;
@@ -140,12 +142,13 @@ static void *thread_main(void *argument)
 
 int main(int count, char **arguments)
 {
-    if (count != 5)
+    if (count != 6)
         return 2;
     ranks = atoi(arguments[1]);
     calls = atoi(arguments[2]);
     ring_bytes = (size_t)atol(arguments[3]);
     seed = (unsigned)atol(arguments[4]);
+    start = strtoull(arguments[5], NULL, 10);
     char *memory = calloc((size_t)ranks * ranks, 4096 + ring_bytes);
     size_t longest = 3 * ring_bytes + 4 * CLAIMED_BYTES + 8;
     uint32_t state = seed + 1;
@@ -159,10 +162,14 @@ int main(int count, char **arguments)
         for (int peer = 0; peer < ranks; peer++) {
             char *in = memory + (peer * ranks + rank) * (4096 + ring_bytes);
             char *out = memory + (rank * ranks + peer) * (4096 + ring_bytes);
-            m->in[peer] = (struct ring){.mine = (uint64_t *)(in + 512), .theirs = (uint64_t *)in,
+            for (int word = 0; word < 3; word++)
+                ((uint64_t *)in)[64 * word] = ((uint64_t *)out)[64 * word] = start;
+            m->in[peer] = (struct ring){.position = start, .seen = start,
+                                        .mine = (uint64_t *)(in + 512), .theirs = (uint64_t *)in,
                                         .claim = (uint64_t *)(in + 1024),
                                         .data = (unsigned char *)in + 4096};
-            m->out[peer] = (struct ring){.mine = (uint64_t *)out, .theirs = (uint64_t *)(out + 512),
+            m->out[peer] = (struct ring){.position = start, .seen = start,
+                                         .mine = (uint64_t *)out, .theirs = (uint64_t *)(out + 512),
                                          .claim = (uint64_t *)(out + 1024),
                                          .data = (unsigned char *)out + 4096};
         }

@@ -1,8 +1,11 @@
 /* Stress test of collectives: each rank is a thread. The lengths of the calls are random, around
    those at which a call changes its method. At the end one rank gives up in the middle of a call.
    test_shared.py builds and runs the program, and so does `make sanitize`, both under sanitizers.
+   With FOLDS the program has all folds of folds.c, at each level of the processor's instructions.
+   Without, it has sums of one dtype, as folds.c takes long to compile.
 
-   Usage: shared_threads RANKS CALLS AREA_BYTES SEED */
+   Usage: shared_threads RANKS CALLS AREA_BYTES SEED START
+   START is the number at which the counters begin. */
 
 #define _GNU_SOURCE
 #include "shared.h"
@@ -25,6 +28,7 @@ static const char *const names[OPERATIONS] = {
 static int ranks, calls;
 static size_t area_bytes, heap_bytes;
 static unsigned seed;
+static uint64_t start;
 static struct stage stages[MOST_RANKS];
 /* The counter says that a rank naps, so that the flags of all ranks are checked. */
 static uint32_t sleepers = 1;
@@ -57,13 +61,21 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
     return 0;
 }
 
-/* Input of a rank at an index in a call. Sums of inputs wrap. */
-static uint32_t element(int call, int rank, size_t index)
+/* Sets bytes to elements of the input of a rank in a call, from an index on. Sums of inputs wrap. */
+static void fill(char *bytes, const struct plan *p, int call, int rank, size_t index, size_t count)
 {
-    return (uint32_t)(index * 2654435761u) ^ (uint32_t)(call * 40503u + rank * 2246822519u);
+    for (size_t at = 0; at < count * p->item; at++) {
+        size_t place = index * p->item + at;
+        uint32_t word = (uint32_t)(place / 4 * 2654435761u)
+                        ^ (uint32_t)(call * 40503u + (unsigned)rank * 2246822519u);
+        bytes[at] = (char)(word >> place % 4 * 8);
+    }
 }
 
-/* As if the processor had the baseline's instructions only: folds.c takes long to compile. */
+#ifndef FOLDS
+const size_t item_bytes[DTYPES] = {[UINT32] = 4};
+
+/* As if the processor had the baseline's instructions only. */
 int fold_levels(void)
 {
     return 1;
@@ -78,37 +90,67 @@ static void sum(const void *left, const void *right, void *out, size_t count)
         result[i] = a[i] + b[i];
 }
 
-static uint32_t summed(int call, int number, size_t index)
+fold_function *find_fold(int level, enum op op, enum dtype dtype)
 {
-    uint32_t total = 0;
-    for (int rank = 0; rank < number; rank++)
-        total += element(call, rank, index);
-    return total;
+    return level == 0 && op == SUM && dtype == UINT32 ? sum : NULL;
 }
 
-/* Expected result of a rank at an index. */
-static uint32_t wanted(const struct plan *p, int call, int rank, size_t i)
+divide_function *find_divide(int level, enum dtype dtype)
 {
-    size_t start = p->starts[rank], piece = p->starts[rank + 1] - start;
-    int from = 0;
+    (void)level, (void)dtype;
+    return NULL;
+}
+#endif
+
+/* What a call folds: the same on all ranks. Each rank folds at its own level of instructions. */
+struct kind {
+    enum op op;
+    enum dtype dtype;
+    int mean;
+};
+
+/* Sets bytes to the fold of the inputs of the first ranks, by the baseline's instructions. */
+static void fill_folded(char *bytes, const struct plan *p, const struct kind *kind, int call,
+                        int number, size_t index, size_t count)
+{
+    char *input = malloc(count * p->item + 1);
+    fill(bytes, p, call, 0, index, count);
+    for (int rank = 1; rank < number; rank++) {
+        fill(input, p, call, rank, index, count);
+        find_fold(0, kind->op, kind->dtype)(bytes, input, bytes, count);
+    }
+    if (kind->mean)
+        find_divide(0, kind->dtype)(bytes, count, ranks);
+    free(input);
+}
+
+/* Sets bytes to the expected result of a rank. */
+static void fill_wanted(char *bytes, const struct plan *p, const struct kind *kind, int call,
+                        int rank, size_t count)
+{
+    size_t begin = p->starts[rank], piece = p->starts[rank + 1] - begin;
     switch (p->operation) {
     case BROADCAST:
-        return element(call, p->root, i);
+        fill(bytes, p, call, p->root, 0, count);
+        break;
     case SCATTER:
-        return element(call, p->root, start + i);
+        fill(bytes, p, call, p->root, begin, count);
+        break;
     case REDUCE_SCATTER:
-        return summed(call, ranks, start + i);
-    case SCAN:
-        return summed(call, rank + 1, i);
+        fill_folded(bytes, p, kind, call, ranks, begin, count);
+        break;
     case ALL_TO_ALL:
-        return element(call, (int)(i / piece), start + i % piece);
+        for (int from = 0; from < ranks; from++)
+            fill(bytes + (size_t)from * piece * p->item, p, call, from, begin, piece);
+        break;
     case GATHER:
     case ALL_GATHER:
-        while (i >= p->starts[from + 1])
-            from++;
-        return element(call, from, i - p->starts[from]);
+        for (int from = 0; from < ranks; from++)
+            fill(bytes + p->starts[from] * p->item, p, call, from, 0,
+                 p->starts[from + 1] - p->starts[from]);
+        break;
     default:
-        return summed(call, ranks, i);
+        fill_folded(bytes, p, kind, call, p->operation == SCAN ? rank + 1 : ranks, 0, count);
     }
 }
 
@@ -133,22 +175,23 @@ static size_t length(uint32_t *state)
     return around > 0 ? around - 1 : 0;
 }
 
-static void one_call(struct shared *shared, struct plan *p, int call, int symmetric, int in_place)
+static void one_call(struct shared *shared, struct plan *p, const struct kind *kind, int call,
+                     int symmetric, int in_place)
 {
     int rank = shared->rank;
     size_t starts[MOST_RANKS + 1], *given = p->starts, count = p->count;
-    size_t inputs = input_bytes(shared, p) / 4, outputs = output_bytes(shared, p) / 4;
-    size_t at = start_of(shared, p, rank), room = (symmetric ? heap_bytes / 4 : 8 * count + 999);
-    uint32_t *memory = symmetric ? (uint32_t *)heaps[rank] : malloc(room * sizeof *memory);
-    uint32_t *src = memory + GUARD, *dst = src + inputs + GUARD;
+    size_t inputs = input_bytes(shared, p), outputs = output_bytes(shared, p);
+    /* Lengths are in bytes here, and the guards keep arrays aligned for every dtype. */
+    size_t at = start_of(shared, p, rank) * p->item, room = ((ranks + 2) * count + 999) * 16;
+    char *memory = symmetric ? heaps[rank] : malloc(room);
+    char *src = memory + GUARD, *dst = src + (inputs + 15) / 16 * 16 + GUARD;
     if (in_place && p->operation != ALL_TO_ALL && inputs && outputs) {
         dst = splits(p) ? src + at : src;
         src = joins(p) ? dst + at : src;
     }
-    uint32_t *end = inputs > 0 && src + inputs > dst + outputs ? src + inputs : dst + outputs;
-    memset(memory, 0x5A, (size_t)((char *)(end + GUARD) - (char *)memory));
-    for (size_t i = 0; i < inputs; i++)
-        src[i] = element(call, rank, i);
+    char *end = inputs > 0 && src + inputs > dst + outputs ? src + inputs : dst + outputs;
+    memset(memory, 0x5A, (size_t)(end + GUARD - memory));
+    fill(src, p, call, rank, 0, inputs / p->item);
     shared_locate(shared, p, src, dst);
     /* In every other call the core computes the sums of what it copies to the result. */
     struct sums sums = {0, 0, 0}, whole = {0, 0, 0};
@@ -157,7 +200,7 @@ static void one_call(struct shared *shared, struct plan *p, int call, int symmet
     check(shared_call(shared, p, src, dst) == 0, "arriving", call, rank, count);
     shared->sums = NULL;
     if (p->operation == ALL_REDUCE && sums.nbytes > 0) {
-        add_to_sums(&whole, 0, (const char *)dst, outputs * 4);
+        add_to_sums(&whole, 0, dst, outputs);
         check(memcmp(&sums, &whole, sizeof sums) == 0, "a checksum", call, rank, count);
         /* All ranks have this result, and have announced its sums. */
         check(shared->all_announced, "an announcement", call, rank, count);
@@ -169,13 +212,16 @@ static void one_call(struct shared *shared, struct plan *p, int call, int symmet
     for (int each = 0; each <= ranks; each++)
         starts[each] = start_of(shared, p, each);
     p->starts = starts;
-    for (size_t i = 0; i < outputs; i++)
-        check(dst[i] == wanted(p, call, rank, i), names[p->operation], call, rank, count);
+    char *wanted = malloc(outputs + 1);
+    if (outputs > 0)
+        fill_wanted(wanted, p, kind, call, rank, outputs / p->item);
+    check(memcmp(dst, wanted, outputs) == 0, names[p->operation], call, rank, count);
+    free(wanted);
     p->starts = given;
     for (size_t i = 0; i < GUARD; i++)
-        check(memory[i] == 0x5A5A5A5A && end[i] == 0x5A5A5A5A, "a guard", call, rank, count);
+        check(memory[i] == 0x5A && end[i] == 0x5A, "a guard", call, rank, count);
     /* Overwrite the memory at once, as its owner may do after the call. */
-    memset(memory, call, (size_t)((char *)end - (char *)memory));
+    memset(memory, call, (size_t)(end - memory));
     if (!symmetric)
         free(memory);
 }
@@ -190,7 +236,8 @@ static void break_off(struct shared *shared, uint32_t *state)
     size_t count = area_bytes / 2, nbytes = count * sizeof(uint32_t);
     char *memory = calloc(2, nbytes);
     for (int call = 0; !failed; call++) {
-        struct plan p = {.operation = ALL_REDUCE, .fold = sum, .item = 4, .count = count,
+        struct plan p = {.operation = ALL_REDUCE, .fold = find_fold(0, SUM, UINT32), .item = 4,
+                         .folded = 4, .count = count,
                          .digest = 5 + call};
         char *src = call % 2 ? heaps[shared->rank] : memory, *dst = call % 4 < 2 ? src : src + nbytes;
         shared->context = shared->rank == victim && call > 4 ? &patience : NULL;
@@ -205,6 +252,17 @@ static void break_off(struct shared *shared, uint32_t *state)
 static void go_on(void *context)
 {
     (void)context;
+}
+
+/* Draws what a call folds, or a dtype to move. */
+static struct kind draw_kind(uint32_t *state, int folds)
+{
+    struct kind kind;
+    do {
+        kind = (struct kind){draw(state) % OPS, draw(state) % DTYPES, draw(state) % 4 == 0};
+    } while (item_bytes[kind.dtype] == 0 || (folds && find_fold(0, kind.op, kind.dtype) == NULL));
+    kind.mean = kind.mean && folds && kind.op == SUM && find_divide(0, kind.dtype) != NULL;
+    return kind;
 }
 
 static void *rank_main(void *argument)
@@ -226,15 +284,25 @@ static void *rank_main(void *argument)
     }
     shared.segments = segments;
     shared.known = shared.room = 3;
-    uint32_t state = seed * 2654435761u + 1;
+    uint32_t state = seed * 2654435761u + 1, own = state + (unsigned)shared.rank;
+    shared.blocks = start;
     for (int call = 0; call < calls; call++) {
         size_t starts[MOST_RANKS + 1] = {0}, longest = 0;
-        struct plan p = {.operation = (int)(draw(&state) % OPERATIONS), .fold = NULL, .item = 4,
+        struct plan p = {.operation = (int)(draw(&state) % OPERATIONS), .fold = NULL,
                          .root = (int)(draw(&state) % ranks), .digest = 1000 + call,
                          .count = length(&state)};
-        if (p.operation == ALL_REDUCE || p.operation == REDUCE || p.operation == SCAN
-            || p.operation == REDUCE_SCATTER)
-            p.fold = sum;
+        int folds = p.operation == ALL_REDUCE || p.operation == REDUCE || p.operation == SCAN
+                    || p.operation == REDUCE_SCATTER;
+        struct kind kind = draw_kind(&state, folds);
+        kind.mean = kind.mean && p.operation != SCAN;
+        p.item = item_bytes[kind.dtype];
+        p.count = p.count * 4 / p.item;
+        if (folds) {
+            int level = (int)(draw(&own) % fold_levels());
+            p.fold = find_fold(level, kind.op, kind.dtype);
+            p.folded = p.item;
+            p.divide = kind.mean ? find_divide(level, kind.dtype) : NULL;
+        }
         if (splits(&p) || joins(&p)) {
             for (int rank = 0; rank < ranks; rank++) {
                 size_t piece = draw(&state) % 3 ? p.count / ranks : draw(&state) % (p.count + 1);
@@ -250,7 +318,7 @@ static void *rank_main(void *argument)
         /* All ranks, no rank, or some ranks have their arrays in a segment. */
         uint32_t where = draw(&state), way = draw(&state) % 3, in_place = draw(&state) % 2;
         int symmetric = way == 0 || (way == 1 && where >> shared.rank & 1);
-        one_call(&shared, &p, call, symmetric, (int)in_place);
+        one_call(&shared, &p, &kind, call, symmetric, (int)in_place);
         /* Sometimes one rank makes a different call, and all ranks must notice that. */
         uint64_t other = draw(&state) % ranks;
         struct plan odd = {.operation = BARRIER, .item = 1,
@@ -270,17 +338,19 @@ static void *rank_main(void *argument)
 
 int main(int count, char **arguments)
 {
-    if (count != 5)
+    if (count != 6)
         return 2;
     ranks = atoi(arguments[1]);
     calls = atoi(arguments[2]);
     area_bytes = (size_t)atol(arguments[3]);
     seed = (unsigned)atol(arguments[4]);
+    start = strtoull(arguments[5], NULL, 10);
     heap_bytes = 4 * (GUARD * 3 + area_bytes * 10 * ranks * (ranks + 1));
     pthread_t threads[MOST_RANKS];
     for (int rank = 0; rank < ranks; rank++) {
         uint64_t *line = aligned_alloc(64, LINE_WORDS * 8);
         memset(line, 0, LINE_WORDS * 8);
+        line[STEP] = line[POSTED] = line[FOLDED] = line[READ] = start;
         unsigned char *areas = malloc(2 * area_bytes);
         stages[rank] = (struct stage){line, {areas, areas + area_bytes}};
         heaps[rank] = malloc(heap_bytes);

@@ -17,19 +17,26 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 _CORE = _HERE.parents[1] / "collective" / "native"
-# Sources of the core in each program, and its flags: short pieces make messages long.
+# Source of each program, sources of the core in it, and its flags: short pieces make messages long.
 PROGRAMS = {
-    "shared": ("shared.c", "staging.c", "sums.c"),
-    "messages": ("messages.c", "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048"),
-    "claims": ("messages.c", "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048"),
-}
+    "shared": ("shared_threads.c", "shared.c", "staging.c", "sums.c"),
+    "folds": ("shared_threads.c", "shared.c", "staging.c", "sums.c", "folds.c", "-DFOLDS",
+              "-ffp-contract=off"),
+    "messages": ("messages_threads.c", "messages.c", "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048"),
+    "claims": ("claims_threads.c", "messages.c", "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048"),
+    "xla": ("xla_threads.c", "-ldl"),
+}  # fmt: skip
 # Bytes of an area or of a ring. A ring is shorter than a head, as long as some messages, or longer
 # than two messages that a receiver may claim. A longer ring would only repeat the middle part.
 AREAS = {
     "shared": (1024, 4096, 65536),
+    "folds": (1024, 4096, 65536),
     "messages": (1024, 4096, 16384),
     "claims": (1024, 4096, 16384),
+    "xla": (4096,),
 }
+# Counters of a program begin so many calls before one of these numbers, in turn.
+WRAPS = (0, 2**31, 2**32, 2**64)
 SANITIZERS = ("none", "thread", "address,undefined")
 
 
@@ -47,15 +54,23 @@ def build(name: str, sanitizer: str, folder: Path) -> Path | None:
         trial = [*command, *flags, "-o", str(program), str(empty)]
         if subprocess.run(trial, capture_output=True, check=False).returncode:
             return None
-    parts = [part if part.startswith("-") else str(_CORE / part) for part in PROGRAMS[name]]
-    main = str(_HERE / f"{name}_threads.c")
-    subprocess.run([*command, *flags, f"-I{_CORE}", "-o", str(program), main, *parts], check=True)
+    main, *parts = PROGRAMS[name]
+    parts = [part if part.startswith("-") else str(_CORE / part) for part in parts]
+    command += [*flags, f"-I{_CORE}", "-o", str(program), str(_HERE / main), *parts]
+    subprocess.run(command, check=True)
     return program
 
 
-def run(command: list[str], ranks: int, calls: int, nbytes: int, seed: int) -> str:
-    """Return the output of the program; all but the last line describes an error."""
-    words = [*command, *map(str, (ranks, calls, nbytes, seed))]
+def run(
+    command: list[str], ranks: int, calls: int, nbytes: int, seed: int, wrap: int = 0
+) -> str:
+    """Return the output of the program; all but the last line describes an error.
+
+    Args:
+        wrap: number near which the counters begin.
+    """
+    start = wrap - calls // 8 * 8 if wrap else 0
+    words = [*command, *map(str, (ranks, calls, nbytes, seed, start))]
     result = subprocess.run(
         words, capture_output=True, text=True, timeout=600 + calls / 1000, check=False
     )
@@ -69,6 +84,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 5, 8])
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--areas", type=int, nargs="+", help="bytes of an area, or of a ring")
+    parser.add_argument("--wraps", type=int, nargs="+", default=WRAPS, help="for the counters")
     parser.add_argument("--sanitizers", nargs="+", choices=SANITIZERS, default=SANITIZERS)
     parser.add_argument(
         "--emulator", default="", help="command that runs the programs, with its arguments"
@@ -83,9 +99,11 @@ def main() -> int:
                 continue
             command = [*options.emulator.split(), str(program)]
             areas = options.areas or AREAS[name]
+            wraps = itertools.cycle(options.wraps)
             for ranks, nbytes in itertools.product(options.ranks, areas):
-                shown = run(command, ranks, options.calls, nbytes, ranks + nbytes)
-                print(f"{name}, {sanitizer}, {nbytes} B: {shown.strip()}", flush=True)
+                wrap = next(wraps)
+                shown = run(command, ranks, options.calls, nbytes, ranks + nbytes, wrap)
+                print(f"{name}, {sanitizer}, {nbytes} B, {wrap}: {shown.strip()}", flush=True)
                 wrong += shown != f"{options.calls} calls of {ranks} ranks\n"
     return int(bool(wrong))
 
