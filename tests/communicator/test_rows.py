@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collective.communicator.rows import Rows, check_counts, split_sizes
-from collective.errors import ShapeError
+from collective.errors import AllocationError, ShapeError
 from collective.testing import run_ranks
 
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple)
@@ -113,3 +113,49 @@ def _uneven(comm: Any, operation: str) -> bool:
 @pytest.mark.parametrize("operation", ["gather", "all_gather", "all_to_all", "broadcast"])
 def test_uneven_call_does_not_keep_frame_alive(operation: str) -> None:
     assert run_ranks(2, _uneven, operation, backend="shm") == [False, False]
+
+
+def _attempt(call: Any) -> str:
+    try:
+        return str(call())
+    except ShapeError as error:
+        return str(error)
+
+
+def _more_rows_than_an_array_has(comm: Any) -> list[str]:
+    # Together the two ranks have 2^63 rows of no elements.
+    x, root_only = np.zeros((1 << 62, 0), np.int8), np.zeros((0, 1 << 62), np.int8)
+    calls = [
+        lambda: comm.all_gather(x), lambda: comm.gather(x, root=1),
+        lambda: comm.all_gather(x, counts=[1 << 62] * 2), lambda: comm.all_gather([x, x]),
+        lambda: comm.all_gather(root_only, axis=1),
+    ]  # fmt: skip
+    # The ranks refuse each call before they have sent anything, so the next call is right.
+    return [_attempt(call) + str(comm.all_reduce(1)) for call in calls]
+
+
+@pytest.mark.parametrize("backend", ["threads", "shm", "gloo"])
+def test_more_rows_than_an_array_can_have_are_refused_on_all_ranks(backend: str) -> None:
+    for texts in run_ranks(2, _more_rows_than_an_array_has, backend=backend):
+        assert len(texts) == 5
+        assert all("would have 9223372036854775808 rows" in text for text in texts), texts
+        assert all(text.endswith("2") for text in texts)
+
+
+def _most_rows(comm: Any) -> list[Any]:
+    x = np.zeros((1 << 62, 0), np.int8)
+    return [comm.all_to_all(x).shape, comm.all_reduce(x).shape, comm.reduce_scatter(x).shape]
+
+
+@pytest.mark.parametrize("backend", ["threads", "shm"])
+def test_array_of_most_rows_and_no_elements_travels(backend: str) -> None:
+    for shapes in run_ranks(2, _most_rows, backend=backend):
+        assert shapes == [(1 << 62, 0), (1 << 62, 0), (1 << 61, 0)]
+
+
+def test_memory_of_more_bytes_than_a_word_counts_is_refused() -> None:
+    def empty(comm: Any) -> None:
+        with pytest.raises(AllocationError, match="36893488147419103232 bytes"):
+            comm.empty((1 << 62, 8), "int8")
+
+    run_ranks(2, empty)

@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +19,7 @@ import collective
 from collective import Shards, native
 from collective.communicator import Communicator
 from collective.communicator.calls.views import view
+from collective.communicator.planned import Planned
 from collective.errors import (
     CollectiveError,
     CommunicatorClosedError,
@@ -480,3 +481,68 @@ def test_python_reads_arrays_that_never_change_once_for_each_place() -> None:
     # cache line the long results begin.
     shown = "(['there', 'far', 'far', 'here'], [0])"
     assert printed(Path(__file__).with_name("frozen.py")) == f"[{shown}, {shown}]\n"
+
+
+def _make_distinct(comm: Communicator, numbers: range) -> None:
+    for number in numbers:
+        comm.all_reduce(np.ones(number, np.float32))
+
+
+def test_hundreds_of_distinct_calls_in_turn_stay_in_c() -> None:
+    def program(comm: Communicator) -> None:
+        _make_distinct(comm, range(1, 801))
+        with mock.patch.object(comm._path, "plan_for_c", side_effect=AssertionError):
+            _make_distinct(comm, range(1, 801))
+
+    run_ranks(1, program)
+
+
+def test_door_of_many_distinct_calls_keeps_few_plans_and_drops_them_at_the_end() -> None:
+    def plans() -> int:
+        gc.collect()
+        return sum(type(each) is Planned for each in gc.get_objects())
+
+    before = plans()
+
+    def program(comm: Communicator) -> int:
+        _make_distinct(comm, range(1, 5001))
+        return plans()
+
+    (most,) = run_ranks(1, program)
+    # Those of the table in C, and those that Python remembers.
+    assert 1000 < most - before <= 2048 + 1024
+    assert plans() - before < 10
+
+
+@pytest.mark.parametrize("member", ["request", "division"])
+def test_cycle_through_an_entry_of_a_door_is_collected(member: str) -> None:
+    core: Any = native.chosen.extension
+
+    class Thing:
+        door: Any
+
+    class Path(core.Gate):  # type: ignore[misc]
+        def plan_for_c(self, *arguments: Any) -> Any:
+            return self.planned
+
+        def run_python_plan(self, *arguments: Any) -> None:
+            pass
+
+    class Handle(core.Handle):  # type: ignore[misc]
+        pass
+
+    def all_reduce(self: Any, *arguments: Any, **options: Any) -> None:
+        raise AssertionError
+
+    Handle.all_reduce = core.Method(all_reduce, object)
+    one, path, thing = Handle(), Path(), Thing()
+    one._path, path.timeout, path.lanes = path, 1.0, {}
+    path.planned = SimpleNamespace(request="request", plan=Thing())
+    setattr(path.planned, member, thing)
+    thing.door = path.door = core.Door(core.Ring(["nowhere"]), [], 0, 1)
+    one.all_reduce(_x(), **({"order": thing} if member == "division" else {}))
+    alive = weakref.ref(thing)
+    path.door = None  # only the cycle thing, door, entry, thing is left
+    del one, path, thing
+    gc.collect()
+    assert alive() is None

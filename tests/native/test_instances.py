@@ -123,7 +123,9 @@ class _Callbacks:
 
 
 def _shared(callbacks: Any) -> Any:
-    return native.shared(np.zeros(1 << 17, np.uint8), 0, 2, 8, 1 << 16, 4096, 4096, 512, 1, callbacks)
+    return native.shared(
+        np.zeros(1 << 17, np.uint8), 0, 2, 8, 1 << 16, 4096, 4096, 512, 1, callbacks
+    )
 
 
 def _plan(callbacks: Any) -> Any:

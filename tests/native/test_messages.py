@@ -60,6 +60,9 @@ class Ends:
         self.fetched += len(out)
         ctypes.memmove(np.frombuffer(out, np.uint8).ctypes.data, address, len(out))
 
+    def moved(self, to: int, source: int, tag: int) -> None:
+        raise Damaged(f"to {to} from {source} tag {tag}: other memory")
+
     def refuse(self, rank: int, what: str) -> None:
         raise Damaged(f"rank {rank}: {what}")
 
@@ -302,3 +305,21 @@ def test_rings_outside_segment_are_refused(
     memory = bytearray(4096 + 2 * 8192)
     with pytest.raises(ValueError, match="are not in the segment"):
         core.make_messages(memory, rank, size, rings, ring_bytes, 0, 20, True, None)
+
+
+@pytest.mark.parametrize("half", ["send", "receive"])
+@pytest.mark.parametrize("nbytes", [8, 1 << 20])
+def test_message_ends_when_its_array_gets_other_memory(half: str, nbytes: int) -> None:
+    ends, x = Ends(), data(nbytes)
+
+    def wait(advance: Callable[[], int], *arguments: Any) -> None:
+        x.__setstate__((1, (2 * nbytes,), x.dtype, False, bytes(2 * nbytes)))  # type: ignore[attr-defined]
+        advance()
+
+    ends.wait = wait  # type: ignore[method-assign]
+    if half == "send":
+        nbytes = max(nbytes, RING_BYTES + 8)
+        x = data(nbytes)
+    with pytest.raises(Damaged, match="tag 3: other memory"):
+        ends.send(x, 3) if half == "send" else ends.receive(x, 3)
+    assert not x.any()

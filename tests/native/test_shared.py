@@ -6,12 +6,14 @@ The conformance kit and test_shm_in_c check the results for every type, operatio
 from __future__ import annotations
 
 import mmap
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from collective.deadline import Deadline
+from collective.memory.arrays import adapter_of
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from tests.support.interpreter import run_python
@@ -418,3 +420,64 @@ def test_no_call_begins_while_the_ranks_share_their_calls() -> None:
     with pytest.raises(LookupError):
         host.plan(ALL_REDUCE, "sum")(floats(5), floats(5), 1.0)
     assert len(refusals) == 1
+
+
+@pytest.fixture(name="torch", scope="module")
+def _torch() -> Any:
+    torch = pytest.importorskip("torch")
+    adapter_of(torch.zeros(1))
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this version of torch does not let C view tensors")
+    return torch
+
+
+@pytest.mark.parametrize("count", [5, 50_000], ids=["short", "without the lock"])
+def test_tensor_can_be_resized_only_before_and_after_a_call(torch: Any, count: int) -> None:
+    host, x, out = Host(), floats(count), torch.zeros(count + 1).resize_(count)
+
+    def arrives_late() -> None:
+        # A resize_() that fails leaves the shape of a tensor wrong, so this resizes no tensor but a
+        # view, and the storage.
+        for resizable in (out.view(torch.int32), out.untyped_storage()):
+            with pytest.raises(RuntimeError, match="not resizable"):
+                resizable.resize_(80 * count)
+        host.arrives()
+        host.meanwhile = late  # a long call waits once more
+
+    host.meanwhile = arrives_late
+    if count > 5:
+        with pytest.raises(TimeoutError):
+            host.plan(ALL_REDUCE, "sum")(x, SimpleNamespace(array=out), 1.0)
+    else:
+        host.plan(BROADCAST, None)(x, SimpleNamespace(array=out), 1.0)
+        assert out.tolist() == [1.0] * 5
+    out.resize_(10 * count)
+    assert len(out) == 10 * count
+
+
+def test_storage_stays_held_until_the_last_of_its_calls_ends(torch: Any) -> None:
+    tensor = torch.zeros(4)
+    storage = tensor.untyped_storage()
+    first, second = core.hold([tensor[:2]]), core.hold({"b": (tensor[2:],)})
+    del first
+    assert not storage.resizable()
+    del second
+    assert storage.resizable()
+    tensor.numpy()  # forbids it for ever
+    held = core.hold([tensor])
+    del held
+    assert not storage.resizable()
+
+
+@pytest.mark.parametrize("change", ["share_memory_", "set_"])
+def test_tensor_that_gets_other_memory_in_a_wait_ends_the_call(torch: Any, change: str) -> None:
+    host, out = Host(), torch.zeros(5)
+
+    def arrives_late() -> None:
+        host.arrives()
+        out.share_memory_() if change == "share_memory_" else out.set_(torch.zeros(5))
+
+    host.meanwhile = arrives_late
+    with pytest.raises(MemoryError, match="request has lost its array"):
+        host.plan(BROADCAST, None)(floats(5), SimpleNamespace(array=out), 1.0)
+    assert out.tolist() == [0.0] * 5

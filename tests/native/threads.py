@@ -61,9 +61,7 @@ def build(name: str, sanitizer: str, folder: Path) -> Path | None:
     return program
 
 
-def run(
-    command: list[str], ranks: int, calls: int, nbytes: int, seed: int, wrap: int = 0
-) -> str:
+def run(command: list[str], ranks: int, calls: int, nbytes: int, seed: int, wrap: int = 0) -> str:
     """Return the output of the program; all but the last line describes an error.
 
     Args:
