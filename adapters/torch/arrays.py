@@ -35,30 +35,35 @@ _STRIDED = torch.strided
 pass_over(torch)
 
 
-def _resizable_at() -> int:
-    """Return the offset of the flag in a storage's C++ object that allows to resize it; 0 if unknown.
+# Bytes at the beginning of a storage's C++ object. It has more, and the flags are among these.
+_STORAGE_BYTES = 64
 
-    ``Tensor.numpy()`` clears the flag for ever, and PyTorch has no function that sets it again. The
-    flag is the only byte there that ``numpy()`` changes from 1 to 0. This is tried, not presumed.
+
+def _resizable_at() -> int:
+    """Return the offset in a storage's C++ object of the flag that says whether it is resizable.
+
+    ``Tensor.numpy()`` clears the flag for ever, and PyTorch has no function that sets it. So it is
+    the byte that ``numpy()`` changes from 1 to 0, if ``resizable()`` follows that byte.
+
+    Returns:
+        0 if this version of PyTorch keeps the flag in another way.
     """
     try:
         tensors = [torch.zeros(1, device="cpu") for _ in range(2)]
         one, other = (tensor.untyped_storage() for tensor in tensors)
-        before = ctypes.string_at(one._cdata, _FLAGS_WITHIN)
+        before = ctypes.string_at(one._cdata, _STORAGE_BYTES)
         tensors[0].numpy()
-        after = ctypes.string_at(one._cdata, _FLAGS_WITHIN)
-        (at,) = (at for at in range(_FLAGS_WITHIN) if (before[at], after[at]) == (1, 0))
+        after = ctypes.string_at(one._cdata, _STORAGE_BYTES)
+        (at,) = (at for at in range(_STORAGE_BYTES) if (before[at], after[at]) == (1, 0))
         flag = ctypes.c_bool.from_address(other._cdata + at)
         flag.value = False
         cleared = not other.resizable()
         flag.value = True
         return at if cleared and other.resizable() else 0
-    except Exception:  # another layout, or a mode in which tensors have no memory
+    except Exception:  # also in a mode in which tensors have no memory
         return 0
 
 
-# Bytes at the beginning of a storage's C++ object: it has more, and the flags are among these.
-_FLAGS_WITHIN = 64
 _numpy: Any = native.see_tensors(torch.Tensor, torch.nn.Parameter, _resizable_at())
 _numpy = _numpy or torch.Tensor.numpy
 

@@ -576,8 +576,8 @@ class Control:
             CommunicatorAbortedError: always, unless the communicator was broken before.
         """
         text = (
-            f"other code of rank {self.rank} gave an array of this call other memory while the call "
-            "was waiting. Resize or share an array only when its calls are over"
+            f"other code of rank {self.rank} resized or moved an array of this call while the call "
+            "was waiting. Change the memory of an array only when its calls are over"
         )
         raise self.broken_by(Failure("aborted", self.rank, text), what)
 

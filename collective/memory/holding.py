@@ -17,10 +17,10 @@ def hold(arrays: Iterable[Any]) -> list[Any]:
     """Return a list of references that keep the memory of ``arrays`` in place while it exists.
 
     NumPy's ``resize`` refuses an array that has a weak reference. This holds even with
-    ``refcheck=False``, where ``resize`` ignores views and buffers. The memory of another object, such
-    as a ``bytearray`` or a ``mmap``, stays while there is a view of that object. A PyTorch tensor can
-    get another storage at any time, but the old storage lives on while an object refers to it. C
-    also makes the storage refuse to be resized; without C, ``numpy()`` has done that for ever.
+    ``refcheck=False``, where ``resize`` ignores views and buffers. Memory of another object, such
+    as a ``bytearray`` or a ``mmap``, stays while there is a view of that object. A PyTorch tensor
+    can get another storage at any time, but the old one lives on while an object refers to it. C
+    also makes the storage refuse to be resized; without C, ``Tensor.numpy()`` has done so for ever.
 
     Args:
         arrays: arrays, and nested lists, tuples and dicts of arrays; all other objects are ignored.
