@@ -13,6 +13,7 @@ from collective import native
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError
 from collective.memory.arrays import Adapter
 from collective.memory.dtypes import BY_NAME, DType
+from collective.memory.holding import hold
 from collective.request import pass_over
 
 if TYPE_CHECKING:
@@ -64,8 +65,15 @@ def _resizable_at() -> int:
         return 0
 
 
-_numpy: Any = native.see_tensors(torch.Tensor, torch.nn.Parameter, _resizable_at())
-_numpy = _numpy or torch.Tensor.numpy
+native.see_tensors(torch.Tensor, torch.nn.Parameter, _resizable_at())
+
+
+def _numpy(x: Any) -> Any:
+    """Return ``x.numpy()``, after which ``x`` can be resized if it could be before."""
+    held = hold([x])
+    array = x.numpy()
+    del held  # C restores the flag
+    return array
 
 
 class TorchAdapter(Adapter):

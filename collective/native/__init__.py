@@ -381,7 +381,7 @@ def turn() -> Any:
     return threading.Lock() if extension is None else extension.Turn()
 
 
-def see_tensors(tensor: Any, parameter: type, resizable_at: int) -> Callable[[Any], Any] | None:
+def see_tensors(tensor: Any, parameter: type, resizable_at: int) -> None:
     """Let C view PyTorch's tensors as it views NumPy's arrays, which saves calls into Python.
 
     C uses the functions that DLPack 1.2 defines for this, if the version of PyTorch has them.
@@ -391,16 +391,11 @@ def see_tensors(tensor: Any, parameter: type, resizable_at: int) -> Callable[[An
             of exactly these classes.
         resizable_at: bytes from the address of a storage (``_cdata``) to the flag that says whether
             it may be resized, or 0. C clears the flag while a call uses a tensor.
-
-    Returns:
-        A function that returns ``tensor.numpy()`` and leaves the flag as it is; None if C cannot.
     """
     extension, _ = _load()
     functions = getattr(tensor, "__dlpack_c_exchange_api__", None)
-    if extension is None or functions is None:
-        return None
-    extension.see_tensors(functions, tensor, parameter, resizable_at)
-    return cast("Callable[[Any], Any] | None", extension.numpy_of if resizable_at else None)
+    if extension is not None and functions is not None:
+        extension.see_tensors(functions, tensor, parameter, resizable_at)
 
 
 def see_frozen(

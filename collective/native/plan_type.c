@@ -47,6 +47,8 @@ typedef struct {
 #define NAP_AFTER_NS 100000
 #define NAP_SHARE 0.05
 #define NEED_PYTHON_NS 50000000
+/* A result of wait_for(), beside 0 and -1, and beside the other results of a call. */
+#define MOVED (-4)
 
 /* Has Python wait for a word of a rank, in a wait that began at a time. Returns 0, or -1 with an
    exception. */
@@ -77,16 +79,6 @@ static int hold(Shared *self)
         there = there && (view == NULL || is_there(self->core, view));
     }
     return there;
-}
-
-/* Raises an exception and returns -1, since other code has given an array other memory. */
-static int refuse_moved(Shared *self)
-{
-    PyObject *done = PyObject_CallMethod(self->callbacks, "moved", "O", self->request);
-    if (done != NULL)
-        PyErr_SetString(PyExc_SystemError, "moved() did not raise");
-    Py_XDECREF(done);
-    return -1;
 }
 
 /* Begins a call; returns whether no other call is running. Two threads may begin a call at once, if
@@ -158,15 +150,15 @@ static int wait_unlocked(Shared *self, int rank, const uint64_t *word, uint64_t 
 }
 
 /* Waits for a word, without the interpreter lock. After YIELD_NS Python waits instead: its wait
-   handles deadlines, signals and dead peers. Other threads may give an array other memory then, in
-   ways that hold() cannot forbid, such as share_memory_() of a tensor. */
+   handles deadlines, signals and dead peers. Returns MOVED if another thread has given an array other
+   memory, in a way that hold() cannot forbid, such as share_memory_() of a tensor. */
 static int wait_for(void *context, int rank, const uint64_t *word, uint64_t value, uint64_t most)
 {
     Shared *self = context;
     if (self->call != NULL)
         return wait_unlocked(self, rank, word, value, most);
     if (self->unlocked == NULL && !hold(self))
-        return refuse_moved(self);
+        return MOVED;
     PyThreadState *state = self->unlocked ? self->unlocked : PyEval_SaveThread();
     int there = 0, failed = 0;
     int64_t end = now_ns() + YIELD_NS;
@@ -183,7 +175,7 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
            load what the peer announced before it loads the word. */
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
         if (!failed && !hold(self))
-            failed = refuse_moved(self);
+            failed = MOVED;
     }
     if (self->unlocked)
         self->unlocked = PyEval_SaveThread();
@@ -513,8 +505,9 @@ static void give_up(const Plan *self, int failed, PyObject *limit)
     const struct shared *s = &self->over->shared;
     if (failed == DIFFERENT && (deadline = deadline_of(self->core, limit, now_ns())) != NULL)
         done = PyObject_CallMethod(callbacks, "differ", "OO", self->request, deadline);
-    else if (failed == BROKEN)
-        done = PyObject_CallMethod(callbacks, "fail", "O", self->request);
+    else if (failed == BROKEN || failed == MOVED)
+        done = PyObject_CallMethod(callbacks, failed == BROKEN ? "fail" : "moved", "O",
+                                   self->request);
     else if (failed == DAMAGED)
         done = PyObject_CallMethod(callbacks, "refuse", "Ois", self->request, s->damaging,
                                    s->damage);

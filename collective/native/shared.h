@@ -108,7 +108,7 @@ struct plan {
 /* The results of a call other than 0. After DIFFERENT nothing has been written, and the ranks may
    go on. After any other result the communicator is broken or must be broken, and the caller does
    not use the struct shared again. */
-enum { DIFFERENT = 1, BROKEN = -2, DAMAGED = -3, /* or -1, the result of wait */ };
+enum { DIFFERENT = 1, BROKEN = -2, DAMAGED = -3, /* or the result of wait */ };
 
 /* Whether a peer's counter has reached value. No undamaged counter is above most. The unsigned
    differences make a counter above most count as not reached, so that the rank that waits for it

@@ -276,17 +276,6 @@ static PyObject *hold_arrays(PyObject *module, PyObject *arrays)
     return held != NULL ? held : PyList_New(0);
 }
 
-/* numpy_of(tensor) */
-static PyObject *numpy_of(PyObject *module, PyObject *tensor)
-{
-    const struct core *core = PyModule_GetState(module);
-    PyObject *held = torch_of(core, tensor) != NULL ? hold_tensor(core, tensor) : NULL;
-    PyErr_Clear();
-    PyObject *array = PyObject_CallMethod(tensor, "numpy", NULL);
-    Py_XDECREF(held);
-    return array;
-}
-
 /* Returns the items of a list, tuple or dict as a tuple, which keeps them: to hold an array may run
    Python code, and that code or another thread may change the structure. Returns NULL for any other
    object, or with an exception. */
@@ -480,9 +469,6 @@ static PyMethodDef functions[] = {
     {"hold", hold_arrays, METH_O,
      "hold(arrays, /)\n--\n\n"
      "Return a list that keeps the memory of all arrays in a structure; see memory/holding.py."},
-    {"numpy_of", numpy_of, METH_O,
-     "numpy_of(tensor, /)\n--\n\n"
-     "Return tensor.numpy(), after which the tensor can still be resized if it could before."},
     {"see_frozen", see_frozen, METH_VARARGS,
      "see_frozen(type, read, wrap, place, /)\n--\n\n"
      "Let C make calls on arrays of exactly this class, which never change."},
