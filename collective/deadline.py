@@ -47,6 +47,15 @@ class Deadline:
         return deadline
 
     @classmethod
+    def of(cls, limit: float | Deadline) -> Deadline:
+        """Return the deadline of an operation.
+
+        Args:
+            limit: seconds from now on; or the deadline, if a part of the operation is over.
+        """
+        return limit if isinstance(limit, Deadline) else cls(limit)
+
+    @classmethod
     def never(cls) -> Deadline:
         """Return a deadline that does not expire."""
         return cls(math.inf)

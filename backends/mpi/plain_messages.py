@@ -209,7 +209,7 @@ class PlainMessages:
             self._messages.unread[source, tag] = slot.head.copy()
         self._give_back(self._from, source, tag, slot)
         if not fits:
-            return NotImplemented
+            return deadline
         if length > HEAD_ROOM:
             self._receive_rest(out, source, tag, length, deadline)
         return source
@@ -236,7 +236,7 @@ class PlainMessages:
     def _send_and_receive(
         self, x: Any, to: int, out: Any, source: int, tag: int, deadline: Deadline
     ) -> Any:
-        """Exchange short arrays; return None if the received array does not fit ``out``."""
+        """Exchange short arrays; return the deadline if the received one does not fit ``out``."""
         room = self._room_in(out)
         sending = receiving = length = None
         if room is not None and room <= HEAD_ROOM:
@@ -266,7 +266,7 @@ class PlainMessages:
             self._messages.unread[source, tag] = receiving.head.copy()
         self._give_back(self._to, to, tag, sending)
         self._give_back(self._from, source, tag, receiving)
-        return source if fits else None
+        return source if fits else deadline
 
     def _wait(self, call: MessageCall, deadline: Deadline) -> Wait:
         """Return the :class:`Wait` of a call that still sends a message or receives one."""

@@ -30,6 +30,7 @@ from collective.request import Request, call_site, differing
 from .calls.call import Call
 from .comm import Comm
 from .lifecycle import abort, made_alike
+from .object_calls import ObjectCalls
 
 __all__ = ["group", "split", "split_by_host"]
 
@@ -42,8 +43,12 @@ _NOTE_BYTES, _ANSWER_BYTES = 4 << 10, 16 << 10
 _SHOWN, _SITE, _TEXT = 32, 250, 1000
 
 
-def group(comm: C, ranks: Sequence[int]) -> C:
-    """Return a communicator among ``ranks`` of ``comm``; see ``Communicator.group``."""
+def group(comm: C, ranks: Sequence[int], deadline: Deadline | None = None) -> C:
+    """Return a communicator among ``ranks`` of ``comm``; see ``Communicator.group``.
+
+    Args:
+        deadline: deadline of a call that has begun, and makes this group; None for a new one.
+    """
     members = [comm._path.check_rank("group", "rank", rank) for rank in ranks]
     if len(set(members)) != len(members):
         raise RankError(f"group: ranks {members}; expected each rank once {comm._path.who}.")
@@ -53,7 +58,7 @@ def group(comm: C, ranks: Sequence[int]) -> C:
             f"{comm._path.who}. Do not make the call on this rank; or have every rank call "
             "split(color), with None on ranks that join no group."
         )
-    child: C = comm._path.make(_Grouping(comm, members), None, False)
+    child: C = comm._path.make(_Grouping(comm, members), deadline, False)
     return child
 
 
@@ -70,7 +75,7 @@ class _Grouping(Call):
     def run(self, deadline: Deadline) -> Any:
         comm, members = self._comm, self._members
         backend = self.path.transfer(self._connect, deadline)
-        child = _child(comm, backend, members)
+        child = _child(comm, backend, members, deadline)
         try:
             for listener in self.path.listeners.all:
                 listener.group(child, members)
@@ -86,7 +91,7 @@ class _Grouping(Call):
         return self.path.backend.group(self._members, deadline)
 
 
-def _child(comm: C, backend: Backend, members: Sequence[int]) -> C:
+def _child(comm: C, backend: Backend, members: Sequence[int], deadline: Deadline) -> C:
     """Return the communicator over a group's transport, as a child of ``comm``."""
     child = made_alike(comm, backend, backend.rank, backend.size, None)
     child._membership = Membership(child, comm._membership, members)
@@ -94,7 +99,7 @@ def _child(comm: C, backend: Backend, members: Sequence[int]) -> C:
     if lineage is not None:
         child._succession.lineage = lineage.group(backend, members, child._membership.name)
     if comm.capabilities.across_hosts:
-        hosts = child.all_gather_object(comm.host)
+        hosts = _hosts(child, comm.host, deadline)
         child.local_rank = hosts[: child.rank].count(comm.host)
         child.local_size = hosts.count(comm.host)
     comm._children.add(child)
@@ -115,17 +120,25 @@ def split(comm: C, color: int | None, key: int) -> C | None:
                 f"split: {name} {value!r}; expected an integer of 64 bits {comm._path.who}."
             )
     mine = np.array([[color is not None, color or 0, key]], np.int64)
-    table = comm.on_host.all_gather(mine, counts=[1] * comm.size)
+    deadline = Deadline(comm._path.timeout)
+    table = comm.on_host.all_gather(mine, counts=[1] * comm.size, timeout=deadline)
     if color is None:
         return None
     members = [r for r in range(comm.size) if table[r, 0] and table[r, 1] == color]
-    return group(comm, sorted(members, key=lambda r: (table[r, 2], r)))
+    return group(comm, sorted(members, key=lambda r: (table[r, 2], r)), deadline)
 
 
 def split_by_host(comm: C) -> C:
     """Return the communicator of the ranks on this host."""
-    hosts = comm.all_gather_object(comm.host)
-    return group(comm, [r for r in range(comm.size) if hosts[r] == comm.host])
+    deadline = Deadline(comm._path.timeout)
+    hosts = _hosts(comm, comm.host, deadline)
+    return group(comm, [r for r in range(comm.size) if hosts[r] == comm.host], deadline)
+
+
+def _hosts(comm: Comm, host: str, deadline: Deadline) -> list[str]:
+    """Return the ranks' hosts; this rank's is ``host``."""
+    calls = ObjectCalls(comm.on_host, "group", pickle=False, open_to_others=False)
+    return calls.all_gather(host, deadline)
 
 
 def _meet(backend: Backend, members: Sequence[int], deadline: Deadline) -> None:

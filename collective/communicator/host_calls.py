@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from collective.deadline import Deadline
+
 from .calls.broadcasting import Broadcast
 from .calls.gathering import AllGather, Gather
 from .calls.message import Recv, Send
@@ -42,7 +44,11 @@ class HostCalls:
         return self._path.make(call, timeout, False)
 
     def all_gather(
-        self, x: Any, *, counts: Sequence[int] | None = None, timeout: float | None = None
+        self,
+        x: Any,
+        *,
+        counts: Sequence[int] | None = None,
+        timeout: float | Deadline | None = None,
     ) -> Any:
         """Join the ranks' arrays at every rank."""
         call = AllGather(self._path, x, counts, 0, None, hosted=True)

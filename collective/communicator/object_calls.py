@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from collective.contract.secret import REMEDY
+from collective.deadline import Deadline
 from collective.errors import InvalidArgumentError
 
 from . import objects
@@ -61,7 +62,7 @@ class ObjectCalls:
         joined = self._hosted.gather(self._framed(obj), root=root, timeout=timeout)
         return None if joined is None else self._unframed(joined)
 
-    def all_gather(self, obj: Any, timeout: float | None) -> list[Any]:
+    def all_gather(self, obj: Any, timeout: float | Deadline | None) -> list[Any]:
         """Return the list of the ranks' objects."""
         return self._unframed(self._hosted.all_gather(self._framed(obj), timeout=timeout))
 

@@ -316,12 +316,15 @@ class Path(_Gate):
     def receive_rest(
         self, kind: Any, x: Any, out: Any, src: int, tag: int, deadline: Deadline
     ) -> Any:
-        """Receive the message of a ``sendrecv`` after C has already sent ``x``.
+        """Receive a message that C has begun to wait for, until the deadline of the call.
+
+        C leaves a message to Python that does not fit ``out``, or overlaps ``x``, and returns once
+        it has sent ``x``.
 
         Args:
             kind: class of the call.
         """
-        return self.post(kind.rest(self, x, out, src, tag), max(1e-3, deadline.left()), False)
+        return kind.rest(self, x, out, src, tag).make_in_python(deadline, False)
 
     @staticmethod
     def explain(function: Callable[..., Any], error: TypeError) -> TypeError:
@@ -330,31 +333,38 @@ class Path(_Gate):
 
     # -- collective calls ---------------------------------------------------------------
 
-    def make(self, call: Runnable, timeout: float | None, async_op: bool) -> Any:
+    def make(self, call: Runnable, timeout: float | Deadline | None, async_op: bool) -> Any:
         """Make a collective call, and return its result.
 
         Args:
             call: the call, not prepared yet.
-            timeout: seconds; by default the communicator's timeout.
+            timeout: seconds; by default the communicator's timeout. Or a deadline, if the call is
+                a step of one that has begun.
             async_op: if true, return a ``Work`` at once.
         """
         prepared = call.prepare()
-        seconds = self.timeout if timeout is None else self.check_timeout(timeout)
-        return self.go(prepared, seconds, async_op)
+        if timeout is None:
+            timeout = self.timeout
+        elif not isinstance(timeout, Deadline):
+            timeout = self.check_timeout(timeout)
+        return self.go(prepared, timeout, async_op)
 
-    def go(self, call: Runnable, seconds: float, async_op: bool = False) -> Any:
+    def go(self, call: Runnable, limit: float | Deadline, async_op: bool = False) -> Any:
         """Run a prepared call at once, or in its turn after the calls in the lane.
 
         A call always waits for the calls in the lane, even if it is synchronous. Collective calls
         must reach the transport in the order in which the program made them; otherwise the orders
         of the ranks would differ. The deadline of the call begins with its turn.
+
+        Args:
+            limit: seconds, or a deadline, as in :meth:`make`.
         """
         if self.drain is not None:
             self.drain()
         if not (async_op or self.lane.queue or self.broken or call.several_streams):
-            return call.perform(Deadline(seconds))
+            return call.perform(limit if isinstance(limit, Deadline) else Deadline(limit))
         near = call.near
-        run: Callable[[], Any] = partial(_perform, call, seconds)
+        run: Callable[[], Any] = partial(_perform, call, limit)
         if self.broken is not None:
             run = partial(self.refuse_broken, call.operation)
         elif near is not None and self.enqueues:
@@ -725,8 +735,8 @@ class _Capture:
         self.error = error
 
 
-def _perform(call: Runnable, seconds: float) -> Any:
-    return call.perform(Deadline(seconds))
+def _perform(call: Runnable, limit: float | Deadline) -> Any:
+    return call.perform(Deadline.of(limit))
 
 
 def _plain_buffer(x: Any) -> Buffer:

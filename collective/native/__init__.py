@@ -509,10 +509,9 @@ def messages(
     - the rank that sent the message for out, or -1 if the source is :data:`NOBODY`. From then on
       the caller may change x.
     - ``NotImplemented`` if nothing was done: an array is not plain, a rank or a tag is wrong, or
-      some rank has failed. The same if the message that has arrived does not fit out; the message
-      stays where it is.
-    - None if x was sent, but nothing was received from the source: out is None, out overlaps x, or
-      the message that has arrived does not fit out.
+      some rank has failed.
+    - the deadline of the call if x was sent, but nothing was received from the source: out is None,
+      out overlaps x, or the message that has arrived does not fit out, and stays where it is.
 
     If a method of ``python`` raises, the exchange stays incomplete, and the ranks must not use
     their rings again.

@@ -15,7 +15,7 @@
    - compare_for_c compares the results of an all_reduce;
    - recover_for_c goes on after a collective call has failed;
    - note_failure records that a message has failed;
-   - receive_rest receives the message of a sendrecv whose x has been sent;
+   - receive_rest receives a message that does not suit C, or whose sendrecv has sent its x;
    - explain makes a clearer error for unsuitable arguments.
 
    The first argument of plan_for_c, recover_for_c and receive_rest is the class of the call, with
@@ -735,8 +735,7 @@ static PyObject *call_exchange(const Method *method, Gate *path, PyObject *const
     } else {
         /* If exchange is C's own, it holds the arrays and makes a deadline when it has to wait. */
         int in_c = PyCFunction_CheckExact(exchange);
-        int64_t began = in_c && method->message != SENDRECV ? 0 : now_ns();
-        PyObject *limit = in_c ? Py_NewRef(timeout) : deadline_of(core, timeout, began);
+        PyObject *limit = in_c ? Py_NewRef(timeout) : deadline_of(core, timeout, now_ns());
         PyObject *held = NULL;
         if (!in_c) {
             hold_all(core, m.x, &held);
@@ -748,13 +747,11 @@ static PyObject *call_exchange(const Method *method, Gate *path, PyObject *const
         Py_XDECREF(held);
         if (done == NULL) {
             note_failure(owner);
-        } else if (done == Py_None) { /* x has been sent, but nothing has been received */
-            PyObject *deadline = deadline_of(core, limit, began);
-            Py_DECREF(done);
-            done = deadline == NULL ? NULL
-                   : PyObject_CallMethod(owner, "receive_rest", "OOOOOO", method->kind,
-                                         m.x, m.out, m.from, m.tag, deadline);
-            Py_XDECREF(deadline);
+        } else if (Py_TYPE(done) == core->deadline_type) { /* nothing has been received */
+            PyObject *deadline = done;
+            done = PyObject_CallMethod(owner, "receive_rest", "OOOOOO", method->kind, m.x, m.out,
+                                       m.from, m.tag, deadline);
+            Py_DECREF(deadline);
         }
         Py_XDECREF(limit);
     }

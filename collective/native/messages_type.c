@@ -34,6 +34,7 @@ typedef struct {
     Messages *over;
     PyObject *const *args;
     struct view src, dst; /* their arrays are NULL for a half that the call does not have */
+    int64_t began; /* when the call waited first, from where its deadline counts; 0 before that */
     int64_t fitting[HEAD_WORDS];
 } Call;
 
@@ -66,6 +67,8 @@ static void go_on(Call *call)
     PyThreadState *unlocked = PyEval_SaveThread();
     int64_t start = now_ns(), moved = start, now;
     int looks = call->over->looks, shared = 0;
+    if (call->began == 0)
+        call->began = start;
     for (int idle = 0;;) {
         int steps = exchange_step(x);
         if (!x->pending || x->damage)
@@ -134,6 +137,11 @@ static PyObject *advance(PyObject *capsule, PyObject *nothing)
 
 static PyMethodDef advance_method = {"advance", advance, METH_NOARGS, NULL};
 
+static PyObject *deadline_of_call(const Call *call)
+{
+    return deadline_of(call->over->core, call->args[5], call->began ? call->began : now_ns());
+}
+
 static int ask_python(Call *call)
 {
     /* The context is the call, and NULL when the call is over: Python may keep advance() longer. */
@@ -141,7 +149,7 @@ static int ask_python(Call *call)
     if (capsule != NULL && PyCapsule_SetContext(capsule, call) < 0)
         Py_CLEAR(capsule);
     PyObject *function = capsule ? PyCFunction_New(&advance_method, capsule) : NULL;
-    PyObject *deadline = function ? deadline_of(call->over->core, args[5], now_ns()) : NULL;
+    PyObject *deadline = function ? deadline_of_call(call) : NULL;
     int failed = deadline == NULL ? -1
                  : done(PyObject_CallMethod(call->over->python, "wait", "OOOOO", function, args[1],
                                             args[3], args[4], deadline));
@@ -237,6 +245,7 @@ static PyObject *exchange(PyObject *self, PyObject *const *args, Py_ssize_t coun
     size_t nbytes;
     call.over = (Messages *)self;
     call.args = args;
+    call.began = 0;
     if (count != 7)
         return PyErr_Format(PyExc_TypeError, "exchange: takes seven arguments");
     if (begin(&call, &nbytes)) {
@@ -244,8 +253,7 @@ static PyObject *exchange(PyObject *self, PyObject *const *args, Py_ssize_t coun
             return NULL;
         if (!call.exchange.misfit && !call.exchange.draining)
             return PyLong_FromLong(call.exchange.from);
-        if (args[0] != Py_None)
-            Py_RETURN_NONE;
+        return deadline_of_call(&call);
     }
     Py_RETURN_NOTIMPLEMENTED;
 }

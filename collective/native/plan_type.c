@@ -18,6 +18,7 @@ typedef struct {
     /* The running call, with references that its caller has: */
     PyObject *request;
     PyObject *limit; /* for deadline_of */
+    int64_t began;   /* when the call waited first, from where its deadline counts; 0 before that */
     PyObject *ring; /* the Ring in which the call must still be recorded, or NULL */
     PyThreadState *unlocked; /* not NULL while a long call runs without the interpreter lock */
     const struct view *views[2]; /* the arrays, or NULL */
@@ -50,13 +51,12 @@ typedef struct {
 /* A result of wait_for(), beside 0 and -1, and beside the other results of a call. */
 #define MOVED (-4)
 
-/* Has Python wait for a word of a rank, in a wait that began at a time. Returns 0, or -1 with an
+/* Has Python wait for a word of a rank, until the deadline of the call. Returns 0, or -1 with an
    exception. */
-static int ask_python(Shared *self, int64_t began, int rank, const uint64_t *word, uint64_t value,
-                      uint64_t most)
+static int ask_python(Shared *self, int rank, const uint64_t *word, uint64_t value, uint64_t most)
 {
     Py_ssize_t offset = (const char *)word - (const char *)self->memory.buf;
-    PyObject *deadline = deadline_of(self->core, self->limit, began);
+    PyObject *deadline = deadline_of(self->core, self->limit, self->began);
     if (deadline == NULL)
         return -1;
     PyObject *done = PyObject_CallMethod(self->callbacks, "wait", "OOinKK", self->request,
@@ -65,6 +65,16 @@ static int ask_python(Shared *self, int64_t began, int rank, const uint64_t *wor
     Py_DECREF(deadline);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
+}
+
+/* Returns the time, when a wait begins. All waits of a call have one deadline, which counts from the
+   first of them: a call that never waits reads no clock for it. */
+static int64_t begin_wait(Shared *self)
+{
+    int64_t now = now_ns();
+    if (self->began == 0)
+        self->began = now;
+    return now;
 }
 
 /* Keeps the arrays' memory at its address. Called before other threads of Python can run. Returns
@@ -128,19 +138,19 @@ static int wait_unlocked(Shared *self, int rank, const uint64_t *word, uint64_t 
 {
     const struct unlocked *call = self->call;
     struct shared *s = &self->shared;
-    int64_t began = now_ns(), waited = 0;
+    int64_t start = begin_wait(self), now = start;
     do {
-        if (waited < NAP_AFTER_NS || s->sleepers == NULL)
+        if (now - start < NAP_AFTER_NS || s->sleepers == NULL)
             sched_yield();
         else
-            nap(s, waited, word, value, most);
+            nap(s, now - start, word, value, most);
         if (reached(word, value, most))
             return 0;
-        waited = now_ns() - began;
-    } while (waited < call->patience && !is_broken(s));
+        now = now_ns();
+    } while (now - start < call->patience && now - self->began < call->most && !is_broken(s));
     PyGILState_STATE state = PyGILState_Ensure();
     PyObject *site = exchange_site(self->core, call->site);
-    int failed = ask_python(self, began, rank, word, value, most);
+    int failed = ask_python(self, rank, word, value, most);
     __atomic_thread_fence(__ATOMIC_ACQUIRE); /* as in wait_for() */
     if (failed)
         self->error = take_error();
@@ -161,7 +171,7 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
         return MOVED;
     PyThreadState *state = self->unlocked ? self->unlocked : PyEval_SaveThread();
     int there = 0, failed = 0;
-    int64_t end = now_ns() + YIELD_NS;
+    int64_t end = begin_wait(self) + YIELD_NS;
     do {
         sched_yield();
         there = reached(word, value, most);
@@ -170,7 +180,7 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
         return 0;
     PyEval_RestoreThread(state);
     if (!there) {
-        failed = ask_python(self, now_ns(), rank, word, value, most);
+        failed = ask_python(self, rank, word, value, most);
         /* Python's load of the word has no acquire order, so without this fence the processor may
            load what the peer announced before it loads the word. */
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
@@ -503,7 +513,8 @@ static void give_up(const Plan *self, int failed, PyObject *limit)
 {
     PyObject *callbacks = self->over->callbacks, *done = NULL, *deadline = NULL;
     const struct shared *s = &self->over->shared;
-    if (failed == DIFFERENT && (deadline = deadline_of(self->core, limit, now_ns())) != NULL)
+    int64_t began = self->over->began != 0 ? self->over->began : now_ns();
+    if (failed == DIFFERENT && (deadline = deadline_of(self->core, limit, began)) != NULL)
         done = PyObject_CallMethod(callbacks, "differ", "OO", self->request, deadline);
     else if (failed == BROKEN || failed == MOVED)
         done = PyObject_CallMethod(callbacks, failed == BROKEN ? "fail" : "moved", "O",
@@ -588,6 +599,7 @@ static int run_summed(PyObject *object, const struct view *src, const struct vie
     publish_call(self);
     over->request = self->request;
     over->limit = limit;
+    over->began = 0;
     over->ring = ring;
     s->sums = summed != NULL ? &sums : NULL;
     s->all_announced = 0;
@@ -641,6 +653,7 @@ int check_unlocked(struct unlocked *call, PyObject *request)
         return -1;
     call->patience = seconds < 4e-9 * NEED_PYTHON_NS ? (int64_t)(seconds * 1e9 / 4)
                                                      : NEED_PYTHON_NS;
+    call->most = seconds < 9e9 ? (int64_t)(seconds * 1e9) : INT64_MAX;
     return (call->source = source_in(call->ring, request, call->site)) < 0 ? -1 : 1;
 }
 
@@ -685,6 +698,7 @@ int run_unlocked(const struct unlocked *call, const void *in, void *out, PyObjec
     publish_call(self);
     over->request = self->request;
     over->limit = call->limit;
+    over->began = 0;
     over->ring = call->ring;
     over->call = call;
     /* These arrays are never in symmetric memory. */

@@ -261,6 +261,7 @@ struct unlocked {
     PyObject *limit;
     Py_ssize_t source;  /* of the call in the ring */
     int64_t patience;   /* nanoseconds that a wait lasts before it needs Python */
+    int64_t most;       /* nanoseconds that the call may take in all */
     int src, dst;       /* enum which */
     int copies, clears; /* whether in is copied to out afterwards; whether out is set to zero */
     int dtype;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 from collective import Communicator
 from collective.backends.threads import ThreadsBackend
 from collective.deadline import Deadline
+from collective.memory.buffer import Buffer
 from collective.request import Request
 from collective.testing import run_ranks
 from tests.support.loopback import Loopback
@@ -34,6 +35,9 @@ class Slow:
     def agree(self, request: Request, deadline: Deadline) -> None:
         self._slowly(super().agree, request, deadline)  # type: ignore[misc]
 
+    def group(self, ranks: Sequence[int], deadline: Deadline) -> Any:
+        return self._slowly(super().group, ranks, deadline)  # type: ignore[misc]
+
 
 class Comparing(Slow, ThreadsBackend):
     """Slow transport that compares calls by itself while it makes them."""
@@ -53,6 +57,8 @@ CALLS: dict[str, Callable[[Communicator], Any]] = {
     "all_to_all of uneven arrays": lambda comm: comm.all_to_all(lengths(comm)),
     "gather of uneven structures": lambda comm: comm.gather([lengths(comm), np.ones(2)]),
     "broadcast to None": lambda comm: comm.broadcast(None if comm.rank else np.ones(1000)),
+    "split": lambda comm: comm.split(0),
+    "split_by_host": lambda comm: comm.split_by_host(),
     "scatter": lambda comm: comm.scatter(None if comm.rank else np.ones(1000)),
 }
 
@@ -77,3 +83,28 @@ def test_comparison_before_call_shares_its_deadline() -> None:
 
     for rank in run_ranks(2, program, backend=NotComparing, check="always"):
         assert rank[0] > rank[1] + STEP_S / 2, rank
+
+
+class Leaving(ThreadsBackend):
+    """Transport whose function for plain messages waits, and then leaves the message to Python."""
+
+    def exchange(
+        self, x: Any, to: int, out: Any, source: int, tag: int, deadline: Deadline, heads: bool
+    ) -> Any:
+        self.__dict__["waited"] = deadline
+        return NotImplemented if out is None else deadline
+
+    def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
+        assert deadline is self.__dict__["waited"]
+        return super().recv(dst, src, tag, deadline)
+
+
+@pytest.mark.parametrize("options", [{}, {"timeout": 9.0}], ids=["plain", "timeout"])
+def test_message_left_to_python_keeps_deadline_of_call(options: dict[str, float]) -> None:
+    def program(comm: Communicator) -> None:
+        if comm.rank:
+            comm.send(np.ones(3), 0)
+        else:
+            comm.recv(np.zeros(3), 1, **options)
+
+    run_ranks(2, program, backend=Leaving)

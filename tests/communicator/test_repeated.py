@@ -11,14 +11,17 @@ import ctypes
 import itertools
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from collective import native
+from collective.backends.shm.compiled import _ControlCallbacks
 from collective.communicator import Communicator
 from collective.communicator.repeated import RepeatedCall
+from collective.deadline import Deadline
 from collective.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -27,11 +30,13 @@ from collective.errors import (
     ShapeError,
 )
 from collective.request import in_thread
+from collective.testing.survivors import await_files
 from tests.support.on_ranks import on_ranks, ranks_of
 
 pytest.importorskip("collective.native._core", reason="the native core is not built")
 
 pool = ranks_of(("shm", 2), ("shm", 3))
+three = ranks_of(("shm", 3))
 of_python = ranks_of(("gloo", 2), ("threads", 2))
 
 # Elements of short calls, of a long call, and of several blocks.
@@ -275,6 +280,33 @@ def test_late_peer_of_repeated_call_is_named_at_the_deadline(comm: Communicator)
         with pytest.raises(CollectiveTimeoutError):  # the communicator is broken from now on
             library(x, out)
     comm.barrier()
+
+
+@pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
+@pytest.mark.parametrize("how", ["repeated", "plain"])
+@on_ranks("three")
+def test_call_has_one_deadline_for_ranks_that_arrive_one_after_another(
+    comm: Communicator, how: str, tmp_path: Path
+) -> None:
+    library, x, out = total(comm.dup())
+    ends: list[float] = []
+    wait = _ControlCallbacks.wait
+
+    def note(callbacks: Any, request: Any, deadline: Deadline, *word: int) -> None:
+        if comm.rank == 0:
+            ends.append(deadline._end)
+            (tmp_path / f"{len(ends)}").touch()
+        wait(callbacks, request, deadline, *word)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_ControlCallbacks, "wait", note)
+        if comm.rank:
+            await_files(tmp_path / f"{comm.rank}")
+        if how == "plain":
+            library.comm.all_reduce(x, out=out)
+        else:
+            library(x, out)
+    assert comm.rank or ends == ends[:1] * (comm.size - 1)
 
 
 @on_ranks("pool")

@@ -57,9 +57,15 @@ class Damaged(Exception):
 
 
 class Host:
-    """Rank 0 of two ranks; its peer acts as the test defines when rank 0 waits."""
+    """Rank 0 of two ranks; its peer acts as the test defines when rank 0 waits.
+
+    Attributes:
+        asked: request, seconds and word of each wait.
+        deadlines: deadline of each wait, and of comparing calls that differ.
+    """
 
     def __init__(self) -> None:
+        self.deadlines: list[Deadline] = []
         areas = 64 + 2 * LINE_BYTES
         self.calls = calls = areas + 4 * AREA_BYTES
         self.memory = bytearray(calls + CALLS * CALL_BYTES)
@@ -85,10 +91,12 @@ class Host:
 
     def wait(self, request: Any, deadline: Deadline, *word: int) -> None:
         self.asked.append((request, deadline.seconds, *word))
+        self.deadlines.append(deadline)
         if self.meanwhile is not None:
             self.meanwhile()
 
     def differ(self, request: Any, deadline: Deadline) -> None:
+        self.deadlines.append(deadline)
         raise LookupError(f"{request} differs")
 
     def fail(self, request: Any) -> None:
@@ -134,6 +142,41 @@ def test_call_waits_for_block_of_peer() -> None:
     with pytest.raises(TimeoutError, match="late"):
         host.plan(ALL_REDUCE, "sum")(floats(5000), floats(5000), 1.5)
     assert host.asked[1][:-1] == ("request", 1.5, 1, 64 + LINE_BYTES + 8 * POSTED, 1)
+
+
+def test_waits_of_call_have_one_deadline() -> None:
+    host = Host()
+
+    def arrives() -> None:
+        if len(host.asked) == 1:
+            host.arrives()
+            host.peer[POSTED], host.peer[FOLDED] = 5, 5
+        host.peer[READ] = 5 * (len(host.asked) - 1)
+
+    host.meanwhile = arrives
+    host.plan(ALL_REDUCE, "sum")(floats(5000), floats(5000), 1.5)
+    waits = [(place - 64 - LINE_BYTES) // 8 for *_, place, _, _ in host.asked]
+    assert waits == [0, READ], "the call waits for other words than the test expects"
+    assert len({deadline._end for deadline in host.deadlines}) == 1
+
+
+def test_comparing_of_differing_calls_keeps_deadline_of_wait() -> None:
+    host = Host()
+    host.meanwhile = lambda: host.arrives(digest=8)
+    with pytest.raises(LookupError):
+        host.plan(ALL_REDUCE, "sum")(floats(5), floats(5), 1.0)
+    waited, compared = host.deadlines
+    assert waited._end == compared._end
+
+
+def test_each_call_has_its_own_deadline() -> None:
+    host = Host()
+    host.meanwhile = host.arrives
+    plan = host.plan(ALL_REDUCE, "sum")
+    for _ in range(2):
+        plan(floats(5), floats(5), 1.0)
+    first, second = host.deadlines
+    assert first._end < second._end
 
 
 def test_differing_calls_raise_and_write_nothing() -> None:

@@ -61,7 +61,12 @@ class _Message:
         raise NotImplementedError
 
     def in_c(self, x: Any, dst: Any, out: Any, src: Any, deadline: Deadline) -> Any:
-        """Exchange plain arrays in C, unless there are listeners or earlier messages in flight."""
+        """Exchange plain arrays in C, unless there are listeners or earlier messages in flight.
+
+        Returns:
+            The sender; ``NotImplemented``, if nothing was done; or the deadline, if Python must
+            receive the message. See :func:`collective.native.messages`.
+        """
         path = self.path
         exchange = path.exchange
         if exchange is None or (path.lanes and not _is_free(path, dst, src, self.tag)):
@@ -143,17 +148,29 @@ class Recv(_Message):
         self._what = what
         self._heard = heard
 
+    @classmethod
+    def rest(cls, path: Path, x: None, out: Any, src: Any, tag: Any) -> Recv:
+        """Return the call that receives a message that does not fit ``out``, and raises that."""
+        return cls(path, out, src, tag, None, None)
+
     def try_in_c(self, seconds: float) -> Any:
         if self.out is None or self.like is not None:
             return NotImplemented
         source = self.in_c(None, NOBODY, self.out, self.src, Deadline(seconds))
         if source is NotImplemented:
             return source
+        if isinstance(source, Deadline):
+            return self.make_in_python(source, False)
         if self._status is not None:
             self._status.source = source
         return self.out
 
-    def make_in_python(self, seconds: float, async_op: bool) -> Any:
+    def make_in_python(self, limit: float | Deadline, async_op: bool) -> Any:
+        """Make the call in Python; return its result, or a ``Work``.
+
+        Args:
+            limit: seconds from the call's turn on, or the deadline of a call that C has begun.
+        """
         path, what, src = self.path, self._what, self.src
         if is_null(src):
             if self._status is not None:
@@ -171,13 +188,13 @@ class Recv(_Message):
         adapter_for(self.like)
         if path.lanes:
             _refuse_overlap(path, src, tag)
-        run = partial(self._receive, src, tag, seconds, near)
+        run = partial(self._receive, src, tag, limit, near)
         key: Direction = "recv", None, src, tag
         return _post(path, what, key, run, async_op, near, heard=self._heard)
 
-    def _receive(self, src: int, tag: int, seconds: float, near: Near | None) -> Any:
+    def _receive(self, src: int, tag: int, limit: float | Deadline, near: Near | None) -> Any:
         path, out = self.path, self.out
-        deadline = Deadline(seconds)
+        deadline = Deadline.of(limit)
         head = Head(WORDS)
         source = path.transfer(path.backend.recv, head.buffer, src, tag, deadline)
         if self._status is not None:
@@ -221,10 +238,8 @@ class SendRecv(_Message):
             return NotImplemented
         deadline = Deadline(seconds)
         source = self.in_c(self.x, self.dst, self.out, self.src, deadline)
-        if source is None:  # x is sent
-            return self.path.receive_rest(
-                type(self), self.x, self.out, self.src, self.tag, deadline
-            )
+        if isinstance(source, Deadline):
+            return self.path.receive_rest(type(self), self.x, self.out, self.src, self.tag, source)
         return source if source is NotImplemented else self.out
 
     def make_in_python(self, seconds: float, async_op: bool) -> Any:
