@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from collective.backends.onesided import OneSided, Region
-from collective.contract.backend import ANY_SOURCE
+from collective.contract.backend import ANY_SOURCE, Turns
 from collective.contract.capabilities import Capabilities
 from collective.contract.failure import Failure
 from collective.contract.waits import (
@@ -107,6 +107,7 @@ class ThreadsBackend(OneSided):
         self.meeting = hub.token
         self._hub = hub
         self._steps = 0
+        self._turns = Turns()
         self._made: dict[tuple[int, ...], int] = {}
         weakref.finalize(self, _drop, hub, rank, os.getpid()).atexit = False
 
@@ -167,7 +168,7 @@ class ThreadsBackend(OneSided):
         boxes: list[tuple[int, deque[_Message]]] = []
 
         def arrived() -> bool:
-            for rank in sources:
+            for rank in self._turns.of(sources, tag):
                 box = hub.mail.get((self.rank, rank, tag))
                 if box:
                     boxes.append((rank, box))
@@ -179,6 +180,7 @@ class ThreadsBackend(OneSided):
             self._wait(arrived, lambda: sources, call, deadline, all_needed=False)
             rank, box = boxes[0]
             message = box.popleft()
+            self._turns.serve(sources, rank, tag)
         # Copy without the lock, so that other ranks continue meanwhile. The sender waits until
         # ``taken`` is set, so its array does not change.
         dst.array.view(np.uint8)[:] = message.array.view(np.uint8)

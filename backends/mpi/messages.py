@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from collective.contract.backend import ANY_SOURCE, COLLECTIVE_TAG
+from collective.contract.backend import ANY_SOURCE, COLLECTIVE_TAG, Turns
 from collective.contract.failure import Failure
 from collective.contract.waits import MessageCall
 from collective.deadline import Deadline
@@ -64,6 +64,7 @@ class MpiMessages:
         self._lock = threading.Lock()
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._announced: dict[tuple[int, int], deque[int]] = {}
+        self._turns = Turns()  # of announced messages; MPI chooses among all others
         self.unread: dict[tuple[int, int], Array] = {}
 
     def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
@@ -173,9 +174,10 @@ class MpiMessages:
                 words = np.empty(2, np.int64)
                 match[1].Recv(words)
                 self._announced.setdefault((match[0], int(words[0])), deque()).append(int(words[1]))
-            for rank in sources:
+            for rank in self._turns.of(sources, tag):
                 codes = self._announced.get((rank, tag))
                 if codes:
+                    self._turns.serve(sources, rank, tag)
                     code = codes.popleft()
                     if not codes:
                         del self._announced[rank, tag]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 
 import numpy as np
 
-from collective.contract.backend import ANY_SOURCE
+from collective.contract.backend import ANY_SOURCE, Turns
 from collective.contract.waits import MessageCall
 from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
@@ -49,6 +49,7 @@ class RingMessages:
         others = [peer for peer in range(control.size) if peer != rank]
         self._control = control
         self._single_copy = single_copy
+        self._turns = Turns()
         self._outgoing = {peer: Ring(control, rank, peer) for peer in others}
         self._incoming = {
             peer: _Inbox(control, peers, Ring(control, peer, rank)) for peer in others
@@ -108,19 +109,21 @@ class RingMessages:
 
     def _receive(self, out: Array, source: int, tag: int) -> Generator[None, None, int]:
         """Receive a message; return the sender's rank."""
-        inboxes = self._incoming.values() if source == ANY_SOURCE else (self._incoming[source],)
+        sources = self._incoming if source == ANY_SOURCE else (source,)
         while True:
-            for inbox in inboxes:
+            for rank in self._turns.of(sources, tag):
+                inbox = self._incoming[rank]
                 # Another thread may be receiving a message from this rank, for a long time.
                 # Meanwhile another rank may have sent one, so do not wait for the lock.
                 if not inbox.ring.lock.acquire(blocking=False):
                     continue
                 message = inbox.receive(tag, out)
                 if message is not None:
+                    self._turns.serve(sources, rank, tag)
                     yield from message
                 inbox.ring.lock.release()
                 if message is not None:
-                    return inbox.ring.peer
+                    return rank
             yield
 
 

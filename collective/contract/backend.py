@@ -45,7 +45,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from .work import Work
     from .world import World
 
-__all__ = ["ANY_SOURCE", "COLLECTIVE_TAG", "Backend", "Group", "Note", "Plan"]
+__all__ = ["ANY_SOURCE", "COLLECTIVE_TAG", "Backend", "Group", "Note", "Plan", "Turns"]
 
 #: Note of a rank about the call in which it waits. The keys are:
 #:
@@ -116,6 +116,33 @@ Plan = Callable[[Any, Any, Deadline], "Work[Any] | None"]
 
 #: Value of ``src`` with which a receive takes the message of any rank.
 ANY_SOURCE = -1
+# Number of tags, modulo this number, whose last sources are remembered; as in messages.h.
+_TURNS = 64
+
+
+class Turns:
+    """Order in which a receive from :data:`ANY_SOURCE` looks for a message.
+
+    The sources of a tag take turns: the search begins after the rank that was served last. A search
+    that always began at the same rank would never reach a later rank while earlier ranks keep
+    sending.
+    """
+
+    def __init__(self) -> None:
+        self._served = [-1] * _TURNS
+
+    def of(self, sources: Collection[int], tag: int) -> list[int]:
+        """Return the sources in the order of the search."""
+        last = self._served[tag % _TURNS]
+        return sorted(sources, key=lambda rank: (rank <= last, rank))
+
+    def serve(self, sources: Collection[int], source: int, tag: int) -> None:
+        """Note which of ``sources`` a message was received from.
+
+        A receive from a named rank changes no turn.
+        """
+        if len(sources) > 1:
+            self._served[tag % _TURNS] = source
 
 
 class Backend(ABC):

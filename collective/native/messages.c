@@ -306,12 +306,28 @@ static int receive_matched(struct exchange *x)
     return 1;
 }
 
+/* Looks for a message from each of the ranks that the exchange receives from. If these are several,
+   they take turns: the search begins after the rank whose message with this tag was received last.
+   A search that always began at the same rank would never reach a message of a later rank while the
+   earlier ranks keep sending. Several threads may search at once, so the rank is an atomic. */
+static void search(struct exchange *x)
+{
+    int *served = &x->messages->served[(uint64_t)x->tag % TURNS], number = x->last - x->first + 1;
+    int start = number > 1 ? __atomic_load_n(served, __ATOMIC_RELAXED) + 1 : 0;
+    for (int i = 0; i < number && !x->matched && !x->misfit && !x->damage; i++) {
+        int rank = x->first + (start + i) % number;
+        if (rank != x->messages->rank)
+            match(x, rank, x->tag);
+    }
+    if (x->matched && number > 1)
+        __atomic_store_n(served, x->from - x->first, __ATOMIC_RELAXED);
+}
+
 static void receive_step(struct exchange *x)
 {
     while (x->pending & RECEIVING && !x->damage) {
-        for (int rank = x->first; rank <= x->last && !x->matched && !x->misfit; rank++)
-            if (rank != x->messages->rank)
-                match(x, rank, x->tag);
+        if (!x->matched)
+            search(x);
         if (x->damage || (!x->misfit && (!x->matched || !receive_matched(x))))
             return;
         x->moved++;

@@ -9,6 +9,9 @@
    collective/communicator/heads.py. */
 enum { HEAD_WORDS = 16, HEAD_ROOM = 896, HEAD_BYTES = 8 * HEAD_WORDS + HEAD_ROOM };
 
+/* Number of tags, modulo this number, whose last sources are remembered for receives from any. */
+enum { TURNS = 64 };
+
 struct kept;
 
 /* One end of a ring. The exchange that has taken the ring owns all fields but the shared words. */
@@ -31,6 +34,7 @@ struct messages {
     uint32_t *sleepers;    /* number of ranks that nap, or NULL if ranks never nap */
     uint64_t *asleep;      /* the word of rank 0 that says whether the rank naps */
     size_t apart;          /* words from there to the same word of the next rank */
+    int served[TURNS];     /* by tag: the rank from which a receive from any has received last */
 };
 
 struct piece {

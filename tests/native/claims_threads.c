@@ -125,11 +125,11 @@ int main(int count, char **arguments)
     memset(later, LATER, NBYTES);
     char *memory = calloc((size_t)ranks, 4096 + ring_bytes);
     sender_end = (struct messages){0, ranks, ring_bytes, ring_bytes, NULL,
-                                   calloc((size_t)ranks, sizeof(struct ring)), NULL, NULL, 1};
+                                   calloc((size_t)ranks, sizeof(struct ring)), NULL, NULL, 1, {0}};
     for (int rank = 1; rank < ranks; rank++) {
         char *page = memory + (size_t)rank * (4096 + ring_bytes);
         ends[rank] = (struct messages){rank, ranks, ring_bytes, ring_bytes,
-                                       calloc(1, sizeof(struct ring)), NULL, NULL, NULL, 1};
+                                       calloc(1, sizeof(struct ring)), NULL, NULL, NULL, 1, {0}};
         for (int word = 0; word < 3; word++)
             ((uint64_t *)page)[64 * word] = start;
         ends[rank].in[0] = (struct ring){.position = start, .seen = start,

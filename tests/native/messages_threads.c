@@ -158,7 +158,7 @@ int main(int count, char **arguments)
     for (int rank = 0; rank < ranks; rank++) {
         struct messages *m = &all[rank];
         *m = (struct messages){rank, ranks, ring_bytes, ring_bytes, calloc(ranks, sizeof *m->in),
-                               calloc(ranks, sizeof *m->out), &sleepers, asleep, 1};
+                               calloc(ranks, sizeof *m->out), &sleepers, asleep, 1, {0}};
         for (int peer = 0; peer < ranks; peer++) {
             char *in = memory + (peer * ranks + rank) * (4096 + ring_bytes);
             char *out = memory + (rank * ranks + peer) * (4096 + ring_bytes);

@@ -21,6 +21,7 @@ from collective import native
 from collective.backends.shm import messages
 from collective.backends.shm.segment import Segment
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import (
     CollectiveTimeoutError,
     CommunicatorAbortedError,
@@ -337,6 +338,41 @@ def test_wait_of_one_second_uses_at_most_a_tenth_of_a_core(comm, how):
     else:
         comm.recv(None, 1)
     assert comm.rank == 1 or time.process_time() - before <= 0.1
+
+
+@on_ranks("two")
+def test_wait_after_deadline_does_not_yield_first(comm):
+    """A call may wait many times, and each wait would take longer than the timeout."""
+    group, looks = comm.dup(), []
+    if comm.rank == 0:
+        group.transport.sleep_after(5.0)
+        with pytest.raises(CollectiveTimeoutError):
+            group.transport._control.wait(
+                lambda: looks.append(0), lambda: [1], "recv", Deadline(0.0)
+            )
+        assert len(looks) <= 3
+    comm.barrier()
+
+
+@pytest.mark.parametrize("core", [True, False])
+@on_ranks("three")
+def test_sources_of_messages_from_any_take_turns(comm, core):
+    if core and native.chosen.extension is None:
+        return
+    before = native.chosen.extension is not None
+    native.switch(core)
+    group = comm.dup()
+    native.switch(before)
+    if comm.rank:
+        for _ in range(4):  # the rings hold all of them
+            group.send(np.ones(1), 0)
+    group.barrier()
+    if comm.rank == 0:
+        status, sources = collective.Status(), []
+        for _ in range(8):
+            group.recv(np.ones(1), collective.ANY_SOURCE, status=status)
+            sources.append(status.source)
+        assert sources == [1, 2] * 4
 
 
 @on_ranks("two")
