@@ -17,7 +17,7 @@ from collective.contract.forking import keep_in_children
 from collective.deadline import Deadline
 from collective.errors import BackendError, BackendUnavailableError, ConfigError
 from collective.install import hint
-from collective.platform import let_others_run_first, threads
+from collective.platform import default_floats, let_others_run_first, threads
 
 from .waiting import Elsewhere
 
@@ -220,7 +220,8 @@ def process_group(
 
     def make() -> None:
         try:
-            groups.append(_dist.ProcessGroupGloo(meeting, rank, size, options))
+            with default_floats():  # Gloo's threads, which fold, inherit the mode
+                groups.append(_dist.ProcessGroupGloo(meeting, rank, size, options))
         except BaseException as error:  # the waiting thread raises it
             errors.append(error)
 

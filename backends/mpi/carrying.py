@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from collective.algorithms.arithmetic import steady
 from collective.backends.peers.channel import Channel
 from collective.backends.peers.monitored import Monitored
 from collective.contract.failure import Failure
@@ -273,6 +274,9 @@ class MpiPlan:
         self._carrying = carrying
         self._request = request
         self._call = getattr(carrying._comm, name) if name else None
+        dtype = request.dtype
+        if self._call is not None and request.op is not None and dtype and dtype.kind in "fc":
+            self._call = steady(self._call)  # MPI folds in this thread
         self._specify = specify
         self._buffers = buffers
         self._otherwise = otherwise

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from collective.algorithms.arithmetic import steady
 from collective.deadline import Deadline
 
 from .carrying import BY_MESSAGES, POLLED, Carrying, MpiPlan, mapped, pause
@@ -245,7 +246,8 @@ class MpiCollectives(Carrying):
             out = np.empty_like(out)  # MPI allows aliasing only with a layout of its own
         if prepared.type is not None:
             arguments = fold.specify(prepared.type, prepared.op, source, out)
-            self._move(how, request, deadline, fold.name, *arguments)
+            # MPI folds in this thread.
+            steady(self._move)(how, request, deadline, fold.name, *arguments)
         else:
             with slot(prepared, lambda: pause(self.channel, request, deadline)) as own_slot:
                 kind = own_slot.types[prepared.storage.itemsize]

@@ -10,6 +10,11 @@ Overflow and NaN behave as in IEEE 754. The caller silences NumPy's warnings abo
 less than +0, and the result is NaN if an operand is NaN. The standard does not say which NaN. Here
 it is always the quiet NaN without sign and payload, so the result has the same bits in any order.
 
+A thread may flush subnormal numbers to zero (``torch.set_flush_denormal``, libraries built with
+``-ffast-math``), or round in another direction. If only some ranks did so, a call that each rank
+folds itself would have other bits on them. So all folds of floats compute in the default mode
+(:func:`steady`), in C as well.
+
 A boolean is true if its byte is not 0, and the byte of a result is 0 or 1. This also holds for a
 user's function, and for a single rank, which folds nothing: there :func:`post` changes the bytes.
 
@@ -22,9 +27,10 @@ loops choose one of them by the place in the array, and C takes the left one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -32,6 +38,7 @@ from collective import native
 from collective.errors import DtypeError, InvalidArgumentError
 from collective.memory.dtypes import DType
 from collective.ops import ReduceOp
+from collective.platform import default_floats
 
 __all__ = [
     "Fold",
@@ -43,9 +50,11 @@ __all__ = [
     "pre",
     "reference",
     "schedule",
+    "steady",
 ]
 
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
 
 # To a fold these two operators are sums. The scaling comes before or after the fold.
 _FOLDED_AS = {"avg": "sum", "premul_sum": "sum"}
@@ -97,6 +106,10 @@ _REMEDY = {
 # a second-level cache of 1 MiB. Measured in GB/s of one operand, with blocks of 4,096,
 # 16,384 and 65,536 elements: 0.7, 1.5, 2.0.
 _BLOCK = 1 << 16
+# Numbers that show the floating-point mode of a thread. The smallest normal number times 0.5 is 0
+# if the mode flushes small numbers. 1 plus half a unit is 1, and 1 plus three quarters is more, if
+# the mode rounds to the nearest. They are in a list, so that no compiler computes with them before.
+_PROBES = [sys.float_info.min, 0.5, 1.0, 2.0**-53, 1.5 * 2.0**-53]
 
 
 def check(op: ReduceOp, dtype: DType) -> None:
@@ -122,7 +135,7 @@ def fold(op: ReduceOp, dtype: DType) -> Fold:
     """Return the function that sets ``out`` to ``a op b``, elementwise."""
     if op.function is not None:  # no cache, which would keep the user's closures alive
         function = _user(op, op.function)
-        return _in_float32(function) if dtype.name == "bfloat16" else function
+        return steady(_in_float32(function) if dtype.name == "bfloat16" else function)
     return _named_fold(op.name, dtype, native.chosen.extension)
 
 
@@ -149,12 +162,28 @@ def _named_fold(name: str, dtype: DType, extension: object) -> Fold:
 @cache
 def reference(name: str, dtype: DType) -> Fold:
     """Return the Python fold of a built-in operator; the fold in C gives the same bits."""
-    if name in ("min", "max") and dtype.kind == "f":
-        narrow = dtype.name == "bfloat16"
-        return _in_float32(_Extreme(name, np.float32)) if narrow else _Extreme(name, dtype.storage)
-    complex_product = name == "prod" and dtype.kind == "c"
-    function: Fold = _complex_product if complex_product else _UFUNCS[name]
-    return _in_float32(function) if dtype.name == "bfloat16" else function
+    function: Fold = _UFUNCS[name]
+    if dtype.kind not in "fc":
+        return function
+    narrow = dtype.name == "bfloat16"
+    if name in ("min", "max"):
+        function = _Extreme(name, np.float32 if narrow else dtype.storage)
+    elif name == "prod" and dtype.kind == "c":
+        function = _complex_product
+    return steady(_in_float32(function) if narrow else function)
+
+
+def steady(function: Callable[..., T]) -> Callable[..., T]:
+    """Return ``function`` with arithmetic in the default floating-point mode on any thread."""
+
+    def apply(*arguments: Any, **options: Any) -> T:
+        normal, half, one, tie, more = _PROBES
+        if normal * half > 0.0 and one + tie == one and one + more > one:
+            return function(*arguments, **options)
+        with default_floats():
+            return function(*arguments, **options)
+
+    return apply
 
 
 class _Extreme:
@@ -235,9 +264,9 @@ def _complex_product(a: Array, b: Array, /, *, out: Array) -> None:
 def pre(op: ReduceOp, dtype: DType, size: int) -> Scale | None:
     """Return the function that a rank applies to its input before the fold, or None."""
     if op.factor is not None:
-        return _scale(np.multiply, _rounded(op.factor, dtype), dtype)
+        return steady(_scale(np.multiply, _rounded(op.factor, dtype), dtype))
     if op.name == "avg" and dtype.name == "float16":
-        return _scale(np.divide, np.float32(size), dtype)
+        return steady(_scale(np.divide, np.float32(size), dtype))
     return None
 
 
@@ -247,15 +276,16 @@ def post(op: ReduceOp, dtype: DType, size: int) -> Scale | None:
     if size == 1 and dtype.kind == "b":
         return _truth_of_bytes
     if op.name in ("land", "lor") and dtype.kind != "b":
-        return _truth_in_float32 if dtype.name == "bfloat16" else _truth
+        return steady(_truth_in_float32 if dtype.name == "bfloat16" else _truth)
     if size == 1 and op.name in ("min", "max") and dtype.kind == "f":
         extreme = _named_fold(op.name, dtype, native.chosen.extension)
         return lambda x, out: extreme(x, x, out=out)
     if op.name != "avg" or dtype.name == "float16":
         return None
-    return _scale(np.divide, np.float64(size), dtype)
+    return steady(_scale(np.divide, np.float64(size), dtype))
 
 
+@steady
 def _rounded(factor: float, dtype: DType) -> Any:
     """Round a real factor to a dtype; return a scalar that needs no further rounding."""
     with np.errstate(over="ignore", under="ignore"):

@@ -573,7 +573,9 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             out: array that receives the message, of the sender's shape and dtype (or a structure
                 like the sender's); or None, to accept a message of any shape and dtype.
             src: another rank, ``collective.ANY_SOURCE``, or ``collective.NULL``: then nothing is
-                received, and ``out`` stays unchanged.
+                received, and ``out`` stays unchanged. If several ranks have sent, receives from
+                ANY_SOURCE take their messages in turns; over gloo and mpi, in an order that Gloo
+                or MPI chooses, mostly that of arrival.
             tag: tag that the sender passed.
             like: if ``out`` is None, framework of the result: its name, or an array of it.
             status: object whose ``source`` is set to the sender's rank.

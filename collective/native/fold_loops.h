@@ -54,10 +54,20 @@ LOOP(xor_bool, uint8_t, (x != 0) ^ (y != 0))
    itself, or multiplied by itself, is itself. */
 #define LEFT_NAN(x, y) ((x) != (x) ? (x) : (y))
 
-LOOP(sum_float32, float, x + LEFT_NAN(x, y))
-LOOP(prod_float32, float, x *LEFT_NAN(x, y))
-LOOP(sum_float64, double, x + LEFT_NAN(x, y))
-LOOP(prod_float64, double, x *LEFT_NAN(x, y))
+/* A fold of floats by arithmetic: a loop in the default floating-point mode. */
+#define ARITHMETIC(NAME, TYPE, EXPRESSION)                                                  \
+    LOOP(NAME##_loop, TYPE, EXPRESSION)                                                     \
+    FOLD(NAME)                                                                              \
+    {                                                                                       \
+        mode_word mode = enter_default_mode();                                              \
+        LEVEL(NAME##_loop)(left, right, out, count);                                        \
+        leave_default_mode(mode);                                                           \
+    }
+
+ARITHMETIC(sum_float32, float, x + LEFT_NAN(x, y))
+ARITHMETIC(prod_float32, float, x *LEFT_NAN(x, y))
+ARITHMETIC(sum_float64, double, x + LEFT_NAN(x, y))
+ARITHMETIC(prod_float64, double, x *LEFT_NAN(x, y))
 
 /* bfloat16 is folded two at a time, as the two halves of a word. A mask or a shift turns each half
    into a float. Elements by themselves would have to be unpacked and packed, at half the speed. */
@@ -76,9 +86,11 @@ LOOP(prod_float64, double, x *LEFT_NAN(x, y))
     FOLD(NAME)                                                                              \
     {                                                                                       \
         const uint16_t *a = left, *b = right;                                               \
+        mode_word mode = enter_default_mode();                                              \
         LEVEL(NAME##_pairs)(a, b, out, count / 2);                                          \
         if (count-- % 2)                                                                    \
             ((uint16_t *)out)[count] = (uint16_t)LEVEL(NAME##_two)(a[count], b[count]);     \
+        leave_default_mode(mode);                                                           \
     }
 
 LOOP_BFLOAT16(sum_bfloat16, +)
@@ -111,10 +123,12 @@ LOOP_BFLOAT16(prod_bfloat16, *)
         const uint16_t *a = left, *b = right;                                               \
         uint16_t *result = out;                                                             \
         size_t i = 0;                                                                       \
+        mode_word mode = enter_default_mode();                                              \
         EIGHT_FLOAT16(OPERATOR)                                                             \
         INDEPENDENT                                                                         \
         for (; i < count; i++)                                                              \
             result[i] = LEVEL(NAME##_one)(a[i], b[i]);                                      \
+        leave_default_mode(mode);                                                           \
     }
 
 LOOP_FLOAT16(sum_float16, +)
@@ -154,11 +168,13 @@ FLOATS(float64, 64, 0x7FF0000000000000, 0x7FF8000000000000, 0x3FF0000000000000)
     TARGET static void LEVEL(NAME)(void *values, size_t count, int divisor)                 \
     {                                                                                       \
         TYPE *each = values;                                                                \
+        mode_word mode = enter_default_mode();                                              \
         REAL by = (REAL)divisor;                                                            \
         for (size_t i = 0; i < count; i++) {                                                \
             TYPE x = each[i];                                                               \
             each[i] = (TYPE)(QUOTIENT);                                                     \
         }                                                                                   \
+        leave_default_mode(mode);                                                           \
     }
 
 LOOP_DIVIDE(divide_float32, float, float, x / by)

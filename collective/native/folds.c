@@ -26,6 +26,71 @@ const size_t item_bytes[DTYPES] = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 8, 16, 2}
 #define INDEPENDENT
 #endif
 
+/* The floating-point mode of this thread may differ from that of other ranks: a library built with
+   -ffast-math, or torch.set_flush_denormal, flushes subnormal numbers to zero, and a program may
+   change the rounding. Each rank folds short calls itself, so a fold in another mode would give other
+   bits on this rank, in silence. So each fold of floats computes in the default mode. To read the
+   mode takes a nanosecond or two. It is written only if it differs, which takes longer.
+
+   The mode is the bits of MXCSR or FPCR that change results. Which exceptions trap is left as it is.
+   On other processors the folds compute in the mode of the thread. */
+#if defined(__x86_64__)
+#define MODE 0xE040u /* flush to zero, rounding, denormals are zeros */
+typedef uint32_t mode_word;
+static inline mode_word read_mode(void)
+{
+    mode_word mode;
+    __asm__ __volatile__("stmxcsr %0" : "=m"(mode) : : "memory");
+    return mode;
+}
+static inline void write_mode(mode_word mode)
+{
+    __asm__ __volatile__("ldmxcsr %0" : : "m"(mode) : "memory");
+}
+#elif defined(__aarch64__)
+/* AHP, DN, FZ, rounding, FZ16, NEP, AH and FIZ */
+#define MODE 0x07C80007u
+typedef uint64_t mode_word;
+static inline mode_word read_mode(void)
+{
+    mode_word mode;
+    __asm__ __volatile__("mrs %0, fpcr" : "=r"(mode) : : "memory");
+    return mode;
+}
+static inline void write_mode(mode_word mode)
+{
+    __asm__ __volatile__("msr fpcr, %0" : : "r"(mode) : "memory");
+}
+#else
+#define MODE 0u
+typedef uint32_t mode_word;
+static inline mode_word read_mode(void)
+{
+    return 0;
+}
+static inline void write_mode(mode_word mode)
+{
+    (void)mode;
+}
+#endif
+
+/* Sets the default mode; returns the mode of the thread, for leave_default_mode(). Both are barriers
+   to the compiler for loads and stores, so it moves no fold's arithmetic out from between them. */
+static inline mode_word enter_default_mode(void)
+{
+    mode_word mode = read_mode();
+    if (mode & MODE)
+        write_mode(mode & ~(mode_word)MODE);
+    return mode;
+}
+
+static inline void leave_default_mode(mode_word mode)
+{
+    __asm__ __volatile__("" : : : "memory");
+    if (mode & MODE)
+        write_mode(mode);
+}
+
 static inline float float_of(uint32_t bits)
 {
     float value;

@@ -33,6 +33,7 @@ __all__ = [
     "cache_bytes",
     "connected_locally",
     "cpu_name",
+    "default_floats",
     "descriptor_path",
     "die_with_parent",
     "discard_pages",
@@ -70,6 +71,9 @@ _CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
+# Bytes for the fenv_t of any C library, and the processors on which FE_DFL_ENV is -1, fenv.h.
+_FLOATS_BYTES = 128
+_DEFAULT_FLOATS = ("x86_64", "aarch64")
 
 
 # -- the host ------------------------------------------------------------------------------
@@ -322,6 +326,25 @@ def discard_pages(start: int, nbytes: int) -> None:
     advise = _libc().madvise
     advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     advise(start, nbytes, mmap.MADV_DONTNEED)
+
+
+@contextlib.contextmanager
+def default_floats() -> Iterator[None]:
+    """Compute in the default floating-point mode: round to nearest, flush no numbers to zero.
+
+    The mode belongs to the thread, and is restored afterwards. It stays as it is on processors
+    other than x86-64's and ARM's, and where Python's process does not export the functions.
+    """
+    library, saved = _libc(), ctypes.create_string_buffer(_FLOATS_BYTES)
+    if os.uname().machine not in _DEFAULT_FLOATS or not hasattr(library, "fesetenv"):
+        yield
+        return
+    library.fegetenv(saved)
+    library.fesetenv(ctypes.c_void_p(-1))  # FE_DFL_ENV
+    try:
+        yield
+    finally:
+        library.fesetenv(saved)
 
 
 class _IoVec(ctypes.Structure):

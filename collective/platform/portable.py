@@ -34,6 +34,7 @@ __all__ = [
     "cache_bytes",
     "connected_locally",
     "cpu_name",
+    "default_floats",
     "descriptor_path",
     "die_with_parent",
     "discard_pages",
@@ -304,6 +305,12 @@ def notice_silence(sock: socket.socket, seconds: int) -> None:
     for name, value in options.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+@contextlib.contextmanager
+def default_floats() -> Iterator[None]:
+    """Leave the floating-point mode as it is: each system has a name of its own for the default."""
+    yield
 
 
 @contextlib.contextmanager

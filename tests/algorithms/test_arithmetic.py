@@ -15,6 +15,7 @@ from collective.algorithms.arithmetic import bfloat16_to_float32, float32_to_bfl
 from collective.errors import DtypeError, InvalidArgumentError
 from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import NAMES, ReduceOp, as_op, premul_sum, user_op
+from tests.support.float_modes import MODES, float_mode, needs_float_modes
 
 Array = np.ndarray[Any, Any]
 
@@ -302,6 +303,44 @@ def test_complex_product_has_same_bits_alone_and_in_long_array(dtype: str) -> No
 
 
 # -- functions of users -------------------------------------------------------------
+
+
+def _in_python(name: str, dtype: DType, a: Array, b: Array) -> Array:
+    out = np.empty_like(a)
+    arithmetic.reference(name, dtype)(a, b, out=out)
+    return out
+
+
+# Numbers around the smallest normal float32, and around 1.
+_TINY, _ONES = np.random.default_rng(3).standard_normal((2, 99)).astype(np.float32)
+_TINY = _TINY * np.float32(1e-38)
+_C64 = BY_NAME["complex64"]
+# Functions, and the arguments for which they give other bits in other modes.
+_COMPUTED: dict[str, tuple[Any, ...]] = {
+    "sum": (_in_python, "sum", F32, _TINY, _TINY[::-1]),
+    "sum of bfloat16": (_in_python, "sum", BF16, bf16(*_TINY), bf16(*_TINY[::-1])),
+    "product": (_in_python, "prod", F32, _TINY, _ONES),
+    "product of complex": (_in_python, "prod", _C64, _TINY + 1j * _TINY, _ONES + 1j * _TINY),
+    "maximum": (_in_python, "max", F32, _TINY / 1000, _TINY[::-1] / 1000),
+    "logical or": (_in_python, "lor", F32, _TINY / 1000, 0 * _TINY),
+    "user's function": (fold, user_op(np.add), F32, _TINY, _TINY[::-1]),
+    "scaled input": (lambda x: scaled(arithmetic.pre(premul_sum(0.3), F32, 2), x), _TINY),
+    "factor": (lambda x: scaled(arithmetic.pre(premul_sum(3e-39), F32, 2), x), _ONES),
+    "mean": (lambda x: scaled(arithmetic.post(as_op("avg"), F32, 3), x), _TINY),
+    "truth": (lambda x: scaled(arithmetic.post(as_op("land"), F32, 1), x), _TINY / 1000),
+}
+
+
+@needs_float_modes
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", _COMPUTED)
+def test_arithmetic_in_another_float_mode_has_same_bits(name: str, mode: str) -> None:
+    function, *arguments = _COMPUTED[name]
+    with np.errstate(all="ignore"):
+        wanted = function(*arguments)
+        with float_mode(mode):
+            found = function(*arguments)
+    assert found.tobytes() == wanted.tobytes()
 
 
 def test_user_op_gets_lower_rank_left_and_casts_result() -> None:

@@ -17,6 +17,7 @@ from collective.errors import DtypeError
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import as_op
+from tests.support.float_modes import MODES, float_mode, needs_float_modes
 
 core = pytest.importorskip("collective.native._core", reason="the native core is not built")
 
@@ -131,6 +132,33 @@ def test_fold_of_any_length_and_offset_writes_only_out(dtype: str, level: int, c
         assert inside == expected("sum", kind, a, b).tobytes(), (first, second, third)
         outside = around[:third].tobytes() + around[third + count :].tobytes()
         assert set(outside) == {0xA5}, "the fold wrote outside of out"
+
+
+def near_zero(dtype: DType, count: int, seed: int) -> Array:
+    """Return elements of random bits whose numbers are the smallest normal ones, or subnormal."""
+    nbytes, fraction, _ = floating(dtype)
+    bits = np.random.default_rng(seed).integers(
+        0, 1 << 8 * nbytes, count * dtype.itemsize // nbytes, f"u{nbytes}"
+    )
+    bits &= np.array((1 << 8 * nbytes - 1) | (2 << fraction) - 1, bits.dtype)
+    return bits.view(dtype.storage)
+
+
+@needs_float_modes
+@levels
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "dtype"), [case for case in FOLDS if case.values[1].kind in "fc"])
+def test_fold_in_another_float_mode_has_same_bits(
+    name: str, dtype: DType, mode: str, level: int
+) -> None:
+    a, b = near_zero(dtype, 1001, 1), near_zero(dtype, 1001, 2)
+    if name == "prod":
+        b = drawn(dtype, 1001, 3)
+    fold, wanted, found = core.make_fold(name, dtype.code, refused, level), a.copy(), a.copy()
+    fold(a, b, out=wanted)
+    with float_mode(mode):
+        fold(a, b, out=found)
+    assert found.tobytes() == wanted.tobytes()
 
 
 def _arrays(case: str) -> tuple[Array, Array, Array]:
