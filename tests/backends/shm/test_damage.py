@@ -50,7 +50,7 @@ def control() -> Iterator[Control]:
 def test_impossible_step_of_peer_is_refused(control: Control, step: int) -> None:
     control.words[_STEP] = step
     with pytest.raises(BackendError, match="rank 1's words in shared memory are damaged: a count"):
-        control.sync(5.0)
+        control.sync(Deadline(5.0))
     assert control.words[BROKEN] == 1
 
 
@@ -58,7 +58,7 @@ def test_impossible_step_of_peer_is_refused(control: Control, step: int) -> None
 def test_payload_longer_than_memory_is_refused(control: Control, length: int) -> None:
     control.words[_STEP], control.words[_PAYLOAD_LENGTH] = 1, length
     with pytest.raises(BackendError, match=f"damaged: a note of {length} bytes"):
-        control.share(b"mine", 5.0)
+        control.share(b"mine", Deadline(5.0))
 
 
 def test_call_description_without_json_is_refused(control: Control) -> None:
@@ -67,7 +67,7 @@ def test_call_description_without_json_is_refused(control: Control) -> None:
     control.segment.map[at : at + 4] = b"\xff{[}"
     request: Any = type("Call", (), {"header": lambda self: b"{}"})()
     with pytest.raises(BackendError, match="the description of its call is not JSON"):
-        control.disagreement(request, 5.0)
+        control.disagreement(request, Deadline(5.0))
 
 
 @pytest.mark.parametrize("report", [b"\xff\xfe", b"[]\n", b"7\nx", b'["lost", "x", 3]\n'])
