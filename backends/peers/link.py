@@ -27,6 +27,7 @@ from collective.platform import bound_locally, connected_locally, notice_silence
 
 if TYPE_CHECKING:
     import ssl
+    from collections.abc import Callable
 
     from collective.contract.world import Tls
     from collective.deadline import Deadline
@@ -46,6 +47,8 @@ _LIMIT = 1 << 26
 _SEND_S = 2.0
 # After about this many seconds the kernel notices that a host has vanished without a word.
 _SILENCE_S = 5
+# How often a side that connects checks whether the other side is known to be gone.
+_LOOK_S = 0.1
 # First bytes of the listening side. A rank that meets another program there can say so.
 _GREETING = b"collective 1\n"
 _NONCE_BYTES = _PROOF_BYTES = 32
@@ -257,11 +260,17 @@ class Link:
         self._unread += messages[1:]
         return messages[0]
 
-    def _exactly(self, count: int, deadline: Deadline) -> bytes:
+    def _exactly(self, count: int, deadline: Deadline, look: Callable[[], object]) -> bytes:
         """Return the next ``count`` bytes of a connection that carries no messages yet."""
         while len(self._received) < count:
-            with self._until(deadline):
-                self._received += self.read()
+            look()
+            try:
+                with self._until(deadline.within(_LOOK_S)):
+                    self._received += self.read()
+            except TimeoutError as error:
+                # The kernel's own timeout, which has a number, means that the peer is gone.
+                if deadline.expired or error.errno is not None:
+                    raise
         data = bytes(self._received[:count])
         del self._received[:count]
         return data
@@ -280,8 +289,8 @@ class Link:
         finally:
             self._socket.settimeout(None)
 
-    def prove(self, key: bytes, deadline: Deadline) -> None:
-        """Take part in the handshake on the connecting side.
+    def prove(self, key: bytes, deadline: Deadline, look: Callable[[], object]) -> None:
+        """Take part in the handshake on the connecting side; ``look`` is as for :func:`connect`.
 
         Raises:
             ProofError: the other side is not a listener of this library, does not know ``key``, or
@@ -289,7 +298,7 @@ class Link:
             OSError: the connection failed, or the deadline passed.
         """
         try:
-            greeting = self._exactly(len(_GREETING) + _NONCE_BYTES, deadline)
+            greeting = self._exactly(len(_GREETING) + _NONCE_BYTES, deadline, look)
         except EOFError:
             raise ProofError("it closed the connection without a greeting") from None
         if not greeting.startswith(_GREETING):
@@ -298,7 +307,7 @@ class Link:
         nonces = greeting[len(_GREETING) :] + nonce
         self.write(nonce + _proof(key, b"connecting", nonces))
         try:
-            answer = self._exactly(_PROOF_BYTES, deadline)
+            answer = self._exactly(_PROOF_BYTES, deadline, look)
         except EOFError:
             raise KeyDiffersError(
                 "it closed the connection: its key differs, or it has ended"
@@ -410,7 +419,13 @@ def _bound(host: str) -> tuple[socket.socket, str]:
     return sock, f"{host} {sock.getsockname()[1]}"
 
 
-def connect(address: str, key: bytes, deadline: Deadline, tls: Tls | None = None) -> Link:
+def connect(
+    address: str,
+    key: bytes,
+    deadline: Deadline,
+    tls: Tls | None = None,
+    look: Callable[[], object] = lambda: None,
+) -> Link:
     """Return a link to ``address``, after both sides have proved that they know ``key``.
 
     Args:
@@ -418,30 +433,32 @@ def connect(address: str, key: bytes, deadline: Deadline, tls: Tls | None = None
         key: secret key of both sides.
         deadline: moment by which both sides must have proved that they know it.
         tls: TLS contexts for a connection that leaves this host, or None.
+        look: called repeatedly meanwhile. It raises if the other side is known to be gone, which
+            the network may not tell: a host without power does not answer.
 
     Raises:
         ProofError: the listening side does not know the key, or does not accept this side's proof.
         OSError: no program listens there, or none answers before the deadline.
     """
-    sock = _connected(address, deadline)
+    sock = _connected(address, deadline, look)
     try:
         sock.settimeout(None)
         # Only TCP addresses contain a space. Other connections stay on this host, and are not
         # encrypted.
         link = Link(sock, tls.connecting if tls and " " in address else None)
         link.write(b"")  # with TLS, this side begins
-        link.prove(key, deadline)
+        link.prove(key, deadline, look)
     except BaseException:
         sock.close()
         raise
     return link
 
 
-def _connected(address: str, deadline: Deadline) -> socket.socket:
+def _connected(address: str, deadline: Deadline, look: Callable[[], object]) -> socket.socket:
     host, _, port = address.partition(" ")
     try:
         if port:
-            return socket.create_connection((host, int(port)), deadline.left())
+            return _dialled(host, int(port), deadline, look)
         return connected_locally(host, deadline.left())
     except BlockingIOError:
         # The deadline had passed before the connection, or the listener's queue stayed full.
@@ -449,6 +466,35 @@ def _connected(address: str, deadline: Deadline) -> socket.socket:
     # A host name that cannot be encoded raises UnicodeError, which is a ValueError.
     except (OverflowError, ValueError) as error:
         raise OSError(errno.EINVAL, f"{address!r} is not an address: {error}") from error
+
+
+def _dialled(host: str, port: int, deadline: Deadline, look: Callable[[], object]) -> socket.socket:
+    """Return a socket that is connected over TCP, as ``socket.create_connection`` does."""
+    refusal: OSError | None = None
+    for family, kind, protocol, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            code = sock.connect_ex(place)
+            answers = select.poll()
+            answers.register(sock, select.POLLOUT)
+            while code == errno.EINPROGRESS:
+                look()
+                # With no time left, this looks once whether the answer is there.
+                if answers.poll(1000 * deadline.at_most(_LOOK_S)):
+                    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                elif deadline.expired:
+                    raise TimeoutError("timed out")
+            if code:
+                raise OSError(code, os.strerror(code))
+            return sock
+        except OSError as error:
+            sock.close()
+            refusal = error
+        except BaseException:
+            sock.close()
+            raise
+    raise refusal or OSError(errno.EADDRNOTAVAIL, f"{host} has no address")
 
 
 def close_in_children(sock: socket.socket) -> None:

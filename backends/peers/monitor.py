@@ -334,7 +334,7 @@ def _join(world: World, address: str, key: bytes, deadline: Deadline) -> _Joined
         RendezvousError: the hub refuses this rank, or has given up the roll call.
         EOFError, OSError: the hub is not there, or has gone before the roll call was complete.
     """
-    link = connect(address, key, deadline, world.tls)
+    link = connect(address, key, deadline, world.tls, world.store.check)
     standby = None
     try:
         standby = Standby.of(world)

@@ -101,6 +101,11 @@ class Values:
             ValueError: the message is not a question.
             OSError: the asker is gone, or does not read its answers.
         """
+        # If the peer does not read, the answer waits in the link, and this thread goes on.
+        link.post(self.answer(message))
+
+    def answer(self, message: Message) -> Message:
+        """Return the answer to a question; raise ValueError if the message is none."""
         kind, key, number = message["kind"], message["key"], message["number"]
         if not isinstance(key, str) or type(number) is not int:
             raise ValueError("a question whose key is not a text or whose number is not an integer")
@@ -117,8 +122,7 @@ class Values:
             self._forget(key)
         else:
             raise ValueError(f"a question of kind {kind!r:.40}")
-        # If the peer does not read, the answer waits in the link, and this thread goes on.
-        link.post({"number": number, "why": why} if why else {"number": number, "value": value})
+        return {"number": number, "why": why} if why else {"number": number, "value": value}
 
     def gone(self, link: Link, why: str) -> None:
         """Do nothing: the peer connects again, or its job fails."""

@@ -16,6 +16,7 @@ from collective.contract.backend import Backend, Plan
 from collective.contract.capabilities import Capabilities
 from collective.contract.descriptors import RAISE_THE_LIMIT
 from collective.contract.failure import Failure
+from collective.contract.store import NotPublishedError
 from collective.deadline import Deadline
 from collective.errors import (
     BackendUnavailableError,
@@ -457,7 +458,7 @@ def _open_published(world: World, key: str, deadline: Deadline) -> Segment:
                     "ranks must belong to one user and see each other's processes."
                 ) from error
             time.sleep(0.005)
-        except RendezvousError as error:
+        except NotPublishedError as error:
             raise RendezvousError(
                 f"shm: after {deadline.seconds:g} s rank 0 of {world.size} has not arrived "
                 f"[rank {world.rank}]. Was it started, on this host?"

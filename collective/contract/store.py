@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 
 from collective.deadline import Deadline
 from collective.errors import RendezvousError, UnsupportedError
 
-__all__ = ["NotPublishedError", "PrefixedStore", "Store", "WrappedStore"]
+__all__ = ["NotPublishedError", "PrefixedStore", "Store", "WatchedStore", "WrappedStore"]
 
 # A poll costs one failed open(2), some microseconds. Ranks of one job start milliseconds apart at
 # best, so a pause below a millisecond gains nothing.
@@ -153,6 +153,14 @@ class WrappedStore(Store):
         with self._named(key) as name:
             return self._store.try_get(name)
 
+    @property
+    def _poll_last(self) -> float:  # type: ignore[override]  # an attribute in Store
+        return self._store._poll_last
+
+    def _poll(self, key: str, deadline: Deadline) -> bytes | None:
+        with self._named(key) as name:
+            return self._store._poll(name, deadline)
+
     def put_if_absent(self, key: str, value: bytes) -> bytes:
         with self._named(key) as name:
             return self._store.put_if_absent(name, value)
@@ -209,3 +217,49 @@ class PrefixedStore(WrappedStore):
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}{key}"
+
+
+class WatchedStore(PrefixedStore):
+    """Store for one meeting of ranks, of which some may never come.
+
+    Args:
+        store: the other store.
+        prefix: as in :class:`PrefixedStore`.
+        look: function that raises if not all awaited ranks will come. Every wait calls it
+            repeatedly.
+        lasts: whether the other store outlives rank 0 in any case.
+    """
+
+    def __init__(
+        self, store: Store, prefix: str, look: Callable[[], None], *, lasts: bool = False
+    ) -> None:
+        super().__init__(store, prefix)
+        self._look = look
+        self._lasts = lasts
+
+    @property
+    def served_by_rank(self) -> bool:  # type: ignore[override]  # an attribute in Store
+        return not self._lasts and super().served_by_rank
+
+    # The other store's own get() would wait without calling `look`.
+    get = Store.get
+
+    def release(self) -> None:
+        """Stop calling ``look``, and drop the reference to it.
+
+        A transport keeps its world and so this store. Through ``look`` the store would keep alive
+        what the meeting needed, such as the transport of the previous generation.
+        """
+        self._look = lambda: None
+
+    def try_get(self, key: str) -> bytes | None:
+        self._look()
+        return super().try_get(key)
+
+    def _poll(self, key: str, deadline: Deadline) -> bytes | None:
+        self._look()
+        return super()._poll(key, deadline)
+
+    def check(self) -> None:
+        super().check()
+        self._look()

@@ -15,14 +15,14 @@ the next generation while others are not.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 from collective.contract.backend import Backend
 from collective.contract.decision import Decision, Note
 from collective.contract.process import RankProcess
-from collective.contract.store import PrefixedStore, Store
+from collective.contract.store import Store, WatchedStore
 from collective.contract.world import World
 from collective.deadline import Deadline
 from collective.errors import (
@@ -283,7 +283,8 @@ class NextGeneration:
 
     def _connect(self, members: tuple[int, ...], local_rank: int, local_size: int) -> Backend:
         secret = self._root.secret
-        meeting = _GenerationStore(self._store, f"{self._key()}.", self._look)
+        # The ranks' standbys already serve the common store.
+        meeting = WatchedStore(self._store, f"{self._key()}.", self._look, lasts=True)
         world = replace(
             self._root,
             rank=members.index(self._root.rank),
@@ -343,39 +344,3 @@ class NextGeneration:
         if self._root.rank not in self._lineage.origin:
             return f"[a process that joins as number {self._root.rank}]"
         return f"[rank {self._lineage.rank} of {len(self._lineage.origin)}]"
-
-
-class _GenerationStore(PrefixedStore):
-    """Store for the rendezvous of one generation: keys with a prefix in the common store.
-
-    Args:
-        store: common store of all generations.
-        prefix: prefix of this generation's keys, which no other generation uses.
-        look: function that raises if not all awaited ranks will come.
-    """
-
-    # The ranks' standbys already serve the common store.
-    served_by_rank = False
-    # Use Store.get, which polls try_get() of this class. The common store's own get() would wait
-    # without calling `look`.
-    get = Store.get
-
-    def __init__(self, store: Store, prefix: str, look: Callable[[], None]) -> None:
-        super().__init__(store, prefix)
-        self._look = look
-
-    def release(self) -> None:
-        """Stop calling ``look``, and drop the reference to it.
-
-        The next transport keeps its world and so this store. Through ``look`` the store would keep
-        the previous transport alive.
-        """
-        self._look = lambda: None
-
-    def try_get(self, key: str) -> bytes | None:
-        self._look()
-        return super().try_get(key)
-
-    def check(self) -> None:
-        super().check()
-        self._look()

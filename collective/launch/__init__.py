@@ -16,12 +16,11 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
-from collective.contract.process import RankProcess
 from collective.contract.secret import parse
 from collective.elastic.arrivals import Arrivals
 from collective.platform import held_port
+from collective.start.connecting import tell_ended
 from collective.start.resolver import in_directory
 from collective.start.rundir import join, leave
 
@@ -100,13 +99,19 @@ def launch(
             if replace:
                 shared["COLLECTIVE_GROW"] = "on"
             environments = [{**shared, **rank_variables(rank, rank, size)} for rank in range(size)]
+            met_in = in_directory(directory, parse(shared["COLLECTIVE_SECRET"]))
+
+            def tell(ended: Mapping[int, str]) -> None:
+                tell_ended(met_in, ended, [0] * size, size - spare)
+
             if start:
                 yield MpiSupervisor(
-                    control, start, command, environments, directory, spare, verbose
+                    control, start, command, environments, directory, spare, verbose, tell
                 )
                 return
-            replacing = _replacing(environments, directory) if replace else None
-            yield Supervisor(control, command, environments, spare, replacing, verbose)
+            admitted = Arrivals(met_in, "").admitted
+            replacing = Replacing(environments, admitted) if replace else None
+            yield Supervisor(control, command, environments, spare, replacing, verbose, tell)
 
     try:
         return watch_over(
@@ -114,13 +119,3 @@ def launch(
         )
     finally:
         leave(store, hold)
-
-
-def _replacing(environments: Sequence[Mapping[str, str]], directory: Path) -> Replacing:
-    """Return the rule by which lost ranks of an attempt are replaced."""
-    secret = parse(environments[0]["COLLECTIVE_SECRET"])
-
-    def admitted() -> set[RankProcess]:
-        return Arrivals(in_directory(directory, secret), "").admitted()
-
-    return Replacing(environments, admitted)

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -80,7 +80,7 @@ class MpiSupervisor(Supervisor):
     """Supervisor of one run as an MPI world, with one process for each environment.
 
     Args:
-        control, command, environments, spare, verbose: as in :class:`Supervisor`.
+        control, command, environments, spare, verbose, tell: as in :class:`Supervisor`.
         start: command of :class:`collective.launch.mpiexec.Mpiexec` for this number of ranks.
         directory: a private directory, in which the supervisor creates a folder ``mpi``.
     """
@@ -94,8 +94,9 @@ class MpiSupervisor(Supervisor):
         directory: Path,
         spare: int = 0,
         verbose: bool = False,
+        tell: Callable[[Mapping[int, str]], object] = lambda ended: None,
     ) -> None:
-        super().__init__(control, command, environments, spare, verbose=verbose)
+        super().__init__(control, command, environments, spare, None, verbose, tell)
         self._start_with = start
         self._directory = directory / "mpi"
         self._remotes: list[_Remote] = []

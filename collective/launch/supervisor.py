@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from collective.contract.process import RankProcess
 from collective.deadline import Deadline
+from collective.errors import CollectiveError
 from collective.platform import adopt_orphans
 
 from .interrupt import sift, summary
@@ -27,7 +28,16 @@ from .processes import Ending, end_children, ended_children
 from .rank import LocalRank, Rank, start_process
 from .screen import RankOutput, Screen
 from .tracebacks import split_traceback
-from .verdict import FailedRank, exit_code, first_in_cause, loss, losses, report, shortfall
+from .verdict import (
+    FailedRank,
+    exit_code,
+    first_in_cause,
+    how_ended,
+    loss,
+    losses,
+    report,
+    shortfall,
+)
 
 __all__ = ["PIPE_READS", "Replacing", "Supervisor"]
 
@@ -82,6 +92,8 @@ class Supervisor:
         replacing: rule by which lost ranks are replaced; None if they are not replaced.
         verbose: if true, tracebacks are shown as the ranks write them. Otherwise the report at
             the end shows them, one for all ranks with the same, without the package's frames.
+        tell: function that tells the ranks which of them have ended, and how: ranks that have not
+            met yet wait for each other.
     """
 
     def __init__(
@@ -92,9 +104,13 @@ class Supervisor:
         spare: int = 0,
         replacing: Replacing | None = None,
         verbose: bool = False,
+        tell: Callable[[Mapping[int, str]], object] = lambda ended: None,
     ) -> None:
         self._control = control
         self._verbose = verbose
+        self._tell = tell
+        self._ends: dict[int, str] = {}
+        self._told = 0
         self._replacing = replacing
         self._command = command
         self._environments = environments
@@ -196,9 +212,18 @@ class Supervisor:
             self._watch(source, read)
         for key, _ in events:
             key.data()
+        self._tell_ends()
         if self._out.broken and not self._stopping:
             self._stop(signal.SIGPIPE, _AFTER_FAILURE)
         self._keep_schedule()
+
+    def _tell_ends(self) -> None:
+        """Tell the ranks which of them have ended in this step."""
+        if len(self._ends) > self._told and any(rank.runs for rank in self._ranks):
+            self._told = len(self._ends)
+            # The directory of the ranks may be gone, or its disk full: they wait then.
+            with contextlib.suppress(CollectiveError, OSError):
+                self._tell(self._ends)
 
     def _time_left(self) -> float | None:
         due = [moment for moment, _ in self._schedule]
@@ -324,6 +349,8 @@ class Supervisor:
 
     def _ended(self, rank: Rank, code: int) -> None:
         rank.code = code
+        if not rank.joins and not self._signalled:
+            self._ends.setdefault(rank.number, how_ended(_failure(rank)))
         if code == 0 and not self._stopping:
             self._finish_output(rank)
         if code == 0 or self._signalled:

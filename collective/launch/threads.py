@@ -25,10 +25,20 @@ from typing import Any, TextIO
 from collective.contract.failure import Failure
 from collective.contract.world import World
 from collective.start import session
+from collective.start.connecting import tell_ended
 from collective.start.memory_store import MemoryStore
 
 from .interrupt import sites_of_threads, summary
-from .verdict import FailedRank, exit_code, first_in_cause, loss, losses, report, shortfall
+from .verdict import (
+    FailedRank,
+    exit_code,
+    first_in_cause,
+    how_ended,
+    loss,
+    losses,
+    report,
+    shortfall,
+)
 
 __all__ = ["load_program", "main"]
 
@@ -116,6 +126,8 @@ class _Program:
         self._package = package
         self._job = f"threads-{secrets.token_hex(8)}"
         self._store = MemoryStore()
+        self._ended: dict[int, str] = {}
+        self._telling = threading.Lock()
 
     def run(self, rank: int, streams: Sequence[_Prefixed]) -> None:
         """Run the program as ``rank``."""
@@ -150,6 +162,9 @@ class _Program:
             why = text or f"the rank exited with code {code}"
             session.leave_thread(Failure("failed", rank, why) if code else None)
         self.codes[rank] = code
+        with self._telling:
+            self._ended[rank] = how_ended(FailedRank(rank, code, None))
+            tell_ended(self._store, self._ended, [0] * self.size, self.size - self.spare)
         for stream in streams:
             stream.finish()
         if code and len(self.failures) > self.spare:

@@ -23,7 +23,10 @@ from .tracebacks import (
     without_prefix,
 )
 
-__all__ = ["FailedRank", "exit_code", "first_in_cause", "loss", "losses", "report", "shortfall"]
+__all__ = [
+    "FailedRank", "exit_code", "first_in_cause", "how_ended", "loss", "losses", "report",
+    "shortfall",
+]  # fmt: skip
 
 # A timeout is the cause of other failures, but may itself follow from one. So it ranks between
 # a cause and a consequence.
@@ -83,9 +86,9 @@ def report(first: FailedRank, others: Sequence[FailedRank] = (), *, verbose: boo
         if len(others) not in group:
             blocks.append(words[group[0]].block(head, ranks))
         elif len(set(ranks)) == 1:
-            last = f"{head} first ({_how(first)})"
+            last = f"{head} first ({how_ended(first)})"
         else:
-            last = f"{head}, rank {first.rank} first ({_how(first)})"
+            last = f"{head}, rank {first.rank} first ({how_ended(first)})"
     return "".join([*blocks, words[-1].block(last, [first.rank])])
 
 
@@ -100,8 +103,8 @@ def loss(failure: FailedRank, left: int, size: int, least: int, replaced: bool =
         replaced: whether a new process will join in place of the lost rank.
     """
     return (
-        f"collective run: rank {failure.rank} is lost ({_how(failure)}); {left} of {size} ranks "
-        f"are left, and {least} are enough.{' A new process will join them.' * replaced}\n"
+        f"collective run: rank {failure.rank} is lost ({how_ended(failure)}); {left} of {size} "
+        f"ranks are left, and {least} are enough.{' A new process will join them.' * replaced}\n"
     )
 
 
@@ -117,17 +120,17 @@ def losses(failures: Sequence[FailedRank], size: int, *, verbose: bool = False) 
     blocks = [f"collective run: {len(ranks)} of {size} ranks {_were(ranks)} lost:\n"]
     words = [_LastWords(failure, verbose) for failure in failures]
     for group in alike(
-        [(f.rank, f"{_how(f)}\n{text.text}") for f, text in zip(failures, words, strict=True)]
+        [(f.rank, f"{how_ended(f)}\n{text.text}") for f, text in zip(failures, words, strict=True)]
     ):
         lost = [failures[number].rank for number in group]
-        head = f"{name_ranks(lost)} {_were(set(lost))} lost ({_how(failures[group[0]])})"
+        head = f"{name_ranks(lost)} {_were(set(lost))} lost ({how_ended(failures[group[0]])})"
         blocks.append(words[group[0]].block(head, lost))
     return "".join(blocks)
 
 
 def shortfall(failures: Sequence[FailedRank], size: int, least: int) -> str:
     """Return the text for a run that lost so many ranks that it cannot continue."""
-    listed = ", ".join(f"rank {failure.rank} ({_how(failure)})" for failure in failures)
+    listed = ", ".join(f"rank {failure.rank} ({how_ended(failure)})" for failure in failures)
     ranks = {failure.rank for failure in failures}
     return (
         f"collective run: {len(ranks)} of {size} ranks {_were(ranks)} lost, but {least} must be "
@@ -139,8 +142,8 @@ def _were(failures: Sized) -> str:
     return "was" if len(failures) == 1 else "were"
 
 
-def _how(failure: FailedRank) -> str:
-    """Return words for how a rank ended."""
+def how_ended(failure: FailedRank) -> str:
+    """Return words for how a rank ended, also for one that has not failed."""
     if failure.fate:
         return failure.fate
     if failure.code >= 0:

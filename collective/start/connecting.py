@@ -1,23 +1,51 @@
-"""From a world to a communicator: connects the transport, and starts a trace on request."""
+"""From a world to a communicator: connects the transport, and starts a trace on request.
+
+`collective run` knows which ranks have ended, and tells the others (:func:`tell_ended`). They would
+wait for those ranks until the deadline. A rank that learns this while it connects proposes to meet
+without the ranks that have ended; a rank that is connected proposes to stay as it is. The store
+keeps the first proposal of each attempt, and all ranks follow it. So no rank is in a communicator
+that other ranks have given up.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from collective.communicator import Communicator
 from collective.contract import registry
 from collective.contract.backend import Backend
+from collective.contract.store import Store, WatchedStore
 from collective.contract.world import World
 from collective.deadline import Deadline
 from collective.elastic.joining import Joiner
-from collective.elastic.lineage import Lineage
-from collective.errors import ConfigError
+from collective.elastic.lineage import OF_PEERS, Lineage
+from collective.errors import (
+    CommunicatorAbortedError,
+    ConfigError,
+    PeerFailedError,
+    RendezvousError,
+)
+from collective.request import name_ranks
 
-__all__ = ["connect", "connect_alone", "joined_by"]
+__all__ = ["connect", "connect_alone", "joined_by", "tell_ended"]
+
+# Key of the ranks that have ended.
+_ENDED = "ended"
+# Time between two looks at that key, and the time that the launcher has to tell of a rank whose
+# loss the other ranks have noticed by themselves.
+_LOOK_S, _WORD_S = 0.2, 1.0
+# Errors by which a transport reports the loss of a peer.
+_LOSS = CommunicatorAbortedError
+# How often each rank of a job has met the others in this process. Ranks may be threads.
+_meetings: Counter[tuple[str, int]] = Counter()
 
 
 def connect(
@@ -68,7 +96,7 @@ def connect(
         with contextlib.closing(alone):
             return alone.grow(timeout=start_timeout)
     deadline = Deadline(start_timeout)
-    transport = kind.connect(world, deadline)
+    transport, world = _met(kind, world, deadline)
     try:
         lineage = Lineage.begin(transport, world, deadline, grace=shrink_grace, min_ranks=min_ranks)
         comm = Communicator(
@@ -136,3 +164,165 @@ def joined_by(kind: type[Backend], theirs: str) -> type[Backend]:
         f"join: the ranks are connected by {theirs!r}, but this process is set to use "
         f"{kind.name!r}. Give this process backend={theirs!r} (COLLECTIVE_BACKEND)."
     )
+
+
+# -- ranks that end before they meet ---------------------------------------------------------
+
+
+def tell_ended(store: Store, ended: Mapping[int, str], hosts: Sequence[int], least: int) -> None:
+    """Tell the ranks of a launch which of them have ended; only ranks that still meet look.
+
+    Args:
+        store: store in which the ranks meet.
+        ended: how each of these ranks has ended, in words.
+        hosts: number of each rank's host.
+        least: number of ranks with which the others go on.
+    """
+    value = {"ended": dict(ended), "hosts": list(hosts), "least": least}
+    store.set(_ENDED, json.dumps(value).encode())
+
+
+class _Ended(NamedTuple):
+    """The arguments of :func:`tell_ended`."""
+
+    ended: Mapping[int, str]
+    hosts: Sequence[int]
+    least: int
+
+    @classmethod
+    def of(cls, store: Store) -> _Ended:
+        text = store.try_get(_ENDED)
+        if text is None:
+            return cls({}, (), 1)
+        value = json.loads(text)
+        ended = {int(rank): how for rank, how in value["ended"].items()}
+        return cls(ended, value["hosts"], value["least"])
+
+
+def _met(kind: type[Backend], world: World, deadline: Deadline) -> tuple[Backend, World]:
+    """Return the connected transport, and the world of the ranks that are connected."""
+    if world.launcher != "collective" or world.comm is not None or world.size == 1:
+        return kind.connect(world, deadline), world
+    meeting = _Meeting(world, kind.capabilities.shrinks)
+    while True:
+        watched = WatchedStore(world.store, meeting.prefix, meeting.look)
+        try:
+            transport = kind.connect(replace(meeting.world, store=watched), deadline)
+        except OF_PEERS as error:
+            meeting.go_on(error)
+            continue
+        finally:
+            watched.release()
+        try:
+            if meeting.is_complete():
+                return transport, meeting.world
+        except BaseException:
+            transport.close()
+            raise
+        # Another rank has learned of the loss before it was connected.
+        transport.close()
+        meeting.go_on(None)
+
+
+class _Meeting:
+    """Meeting of the ranks of `collective run`, some of which may end before they have met.
+
+    Args:
+        world: world of all ranks.
+        shrinks: whether the transport can connect the other ranks alone.
+
+    Attributes:
+        world: world of the ranks that meet in this attempt.
+        prefix: beginning of the keys of this attempt.
+    """
+
+    def __init__(self, world: World, shrinks: bool) -> None:
+        self.world = self._root = world
+        self.prefix = ""
+        self._shrinks = shrinks
+        self._members = tuple(range(world.size))
+        # All ranks meet equally often, so they use the same key.
+        self._name = f"met-{_meetings[world.job, world.rank]}"
+        _meetings[world.job, world.rank] += 1
+        self._attempt = 0
+        self._over = False
+        self._looked_at = 0.0
+
+    @property
+    def _key(self) -> str:
+        return f"{self._name}.{self._attempt}"
+
+    def _proposed(self, members: Sequence[int]) -> tuple[int, ...]:
+        """Propose members for after this attempt; return those that a rank has proposed first."""
+        text = json.dumps(list(members)).encode()
+        return tuple(json.loads(self._root.store.put_if_absent(self._key, text)))
+
+    def is_complete(self) -> bool:
+        """Return whether this rank, which is connected, stays so: no rank was given up before."""
+        return self._proposed(self._members) == self._members
+
+    def look(self) -> None:
+        """Raise RendezvousError if a rank has ended before all had met."""
+        now = time.monotonic()
+        if self._over or now < self._looked_at + _LOOK_S:
+            return
+        self._looked_at = now
+        known = _Ended.of(self._root.store)
+        if not known.ended.keys().isdisjoint(self._members):
+            living = [rank for rank in self._members if rank not in known.ended]
+            # If a rank is connected already, all have come, and the transport tells of the loss.
+            self._over = self._proposed(living) == self._members
+            if not self._over:
+                raise self._error(known)
+
+    def go_on(self, error: Exception | None) -> None:
+        """Begin the next attempt, with the ranks that are left.
+
+        Args:
+            error: the reason why this rank is not connected; None if it is.
+
+        Raises:
+            Exception: ``error``, if no rank has ended.
+            RendezvousError: too few ranks are left, or the transport cannot connect them.
+        """
+        # The transport may have noticed a loss before the launcher has told of it.
+        lost = isinstance(error, _LOSS) or isinstance(error and error.__cause__, _LOSS)
+        word = Deadline(_WORD_S if lost else 0.0)
+        while (verdict := self._verdict()) is None and not word.expired:
+            with contextlib.suppress(RendezvousError):
+                self.look()
+            time.sleep(word.at_most(_LOOK_S / 4))
+        if error is not None and verdict in (None, self._members):
+            raise error
+        assert verdict is not None
+        known = _Ended.of(self._root.store)
+        if self._root.rank not in verdict or len(verdict) < known.least or not self._shrinks:
+            # A peer's own exception says more than its exit code.
+            raise error if isinstance(error, PeerFailedError) else self._error(known) from None
+        local = [r for r in verdict if known.hosts[r] == known.hosts[self._root.rank]]
+        self._members = verdict
+        self._attempt += 1
+        self.prefix = f"{self._key}."
+        self.world = replace(
+            self._root,
+            rank=verdict.index(self._root.rank),
+            size=len(verdict),
+            local_rank=local.index(self._root.rank),
+            local_size=len(local),
+            job=f"{self._root.job} {self._key}",
+        )
+
+    def _verdict(self) -> tuple[int, ...] | None:
+        text = self._root.store.try_get(self._key)
+        return None if text is None else tuple(json.loads(text))
+
+    def _error(self, known: _Ended) -> RendezvousError:
+        gone = {rank: known.ended[rank] for rank in self._members if rank in known.ended}
+        how = ", ".join(f"rank {rank}: {how}" for rank, how in gone.items())
+        if len(gone) == 1:
+            how = how.partition(": ")[2]
+        return RendezvousError(
+            f"rendezvous: {name_ranks(gone)} of {self._root.size} ended before all ranks had met: "
+            f"{how} [rank {self._root.rank}]. The output there says why; every rank has to call "
+            "init(), and to stay until all have met."
+        )

@@ -53,6 +53,10 @@ class SealedStore(WrappedStore):
         sealed = super().try_get(key)
         return None if sealed is None else self._opened(key, sealed)
 
+    def _poll(self, key: str, deadline: Deadline) -> bytes | None:
+        sealed = super()._poll(key, deadline)
+        return None if sealed is None else self._opened(key, sealed)
+
     def put_if_absent(self, key: str, value: bytes) -> bytes:
         return self._opened(key, super().put_if_absent(key, self._sealed(key, value)))
 

@@ -39,6 +39,8 @@ from .tcp import CONNECT_S, listen, reach, refuses
 __all__ = ["StoreServer", "TcpStore"]
 
 _RETRY_S = 0.1
+# How long a launcher waits for the end of its server's thread.
+_END_S = 2.0
 # A server that takes longer will never answer: its host is off, or its network is cut.
 _ANSWER_S = 30.0
 # Bounds of the number of ranks that the server accepts. The lower one holds even if this
@@ -274,7 +276,6 @@ class StoreServer:
         assert listening is not None  # port 0 is never in use
         close_in_children(listening)
         self.endpoint = Endpoint(host, listening.getsockname()[1], "the launcher's address")
-        self._secret, self._tls = secret, tls
         self._listening = listening
         self._values = _LaunchersValues()
         key = secret.key("store")
@@ -289,22 +290,21 @@ class StoreServer:
         self._values.over = True
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join()
+        # The thread waits for no peer, and ends at once. It is a daemon, so if it should not, the
+        # process ends all the same.
+        self._thread.join(_END_S)
 
     def announce(self, processes: Sequence[tuple[str, int]]) -> None:
         """Tell all ranks that ``processes`` are lost: host and number of each."""
         self._values.lose(processes)
 
-    def store(self) -> TcpStore:
-        """Return a connection to the store for this process itself."""
-        return TcpStore(
-            self.endpoint, self._secret, serve=False, spans_hosts=False,
-            deadline=Deadline(_ANSWER_S), server="the launcher", tls=self._tls,
-        )  # fmt: skip
+    def store(self) -> Store:
+        """Return the store for this process itself, which needs no connection and never waits."""
+        return _OwnStore(self._values, self.endpoint)
 
 
 class _LaunchersValues(Losses):
-    """Values of a launcher, which may end their server.
+    """Values of a launcher, which may end their server, and uses them itself.
 
     Attributes:
         over: whether the server ends.
@@ -312,8 +312,49 @@ class _LaunchersValues(Losses):
 
     over = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._using = threading.Lock()
+
     def turn(self) -> bool:
         return not self.over
+
+    def answer(self, message: Message) -> Message:
+        with self._using:
+            return super().answer(message)
+
+
+class _OwnStore(Store):
+    """Store in the process that serves it."""
+
+    def __init__(self, values: _LaunchersValues, endpoint: Endpoint) -> None:
+        self._values = values
+        self._endpoint = endpoint
+
+    def __str__(self) -> str:
+        return str(self._endpoint)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ask("set", key, value)
+
+    def try_get(self, key: str) -> bytes | None:
+        return self._ask("get", key)
+
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
+        won = self._ask("put", key, value)
+        assert won is not None
+        return won
+
+    def delete(self, key: str) -> None:
+        self._ask("delete", key)
+
+    def _ask(self, kind: str, key: str, value: bytes | None = None) -> bytes | None:
+        question = {"kind": kind, "key": key, "number": 0, "value": (value or b"").hex()}
+        answer = self._values.answer(question)
+        if "why" in answer:
+            raise RendezvousError(f"rendezvous: {kind} of {key!r} at {self}: {answer['why']}.")
+        text = answer.get("value")
+        return None if text is None else bytes.fromhex(text)
 
 
 # -- serving -------------------------------------------------------------------------------

@@ -25,9 +25,8 @@ from collective.backends.peers.handed import HandedStore
 from collective.backends.peers.link import Link, connect, encoded
 from collective.backends.peers.standby import LastingStore, Standby
 from collective.contract.secret import Secret
-from collective.contract.store import PrefixedStore, Store, WrappedStore
+from collective.contract.store import PrefixedStore, Store, WatchedStore, WrappedStore
 from collective.deadline import Deadline
-from collective.elastic.next_generation import _GenerationStore
 from collective.errors import RendezvousError, UnsupportedError
 from collective.memory.buffer import Buffer
 from collective.start import tcp_store
@@ -115,7 +114,7 @@ KINDS: dict[str, Callable[[Path, contextlib.ExitStack], Opener]] = {
     "sealed": lambda directory, _: lambda: SealedStore(FileStore(directory), SECRET),
     "prefixed": lambda directory, _: lambda: PrefixedStore(FileStore(directory), "job."),
     "generation": lambda directory, _: (
-        lambda: _GenerationStore(FileStore(directory), "job.1.", lambda: None)
+        lambda: WatchedStore(FileStore(directory), "job.1.", lambda: None, lasts=True)
     ),
     "late": lambda directory, _: lambda: _LateStore(lambda: FileStore(directory)),
 }

@@ -561,6 +561,14 @@ def test_server_survives_end_of_forked_child() -> None:
     assert output == "served\n", errors
 
 
+def joined(server: StoreServer) -> TcpStore:
+    """Return the connection of a rank to a launcher's store."""
+    return TcpStore(
+        server.endpoint, SECRET, serve=False, spans_hosts=False, deadline=soon(),
+        server="the launcher",
+    )  # fmt: skip
+
+
 LOST = [("boot 4026531836", 17), ("boot 4026531836", 18)]
 
 
@@ -573,7 +581,7 @@ def heard(rank: Store, processes: list[tuple[str, int]]) -> None:
 
 
 def test_announced_losses_reach_ranks_that_ask_nothing() -> None:
-    with StoreServer("127.0.0.1", SECRET) as server, contextlib.closing(server.store()) as rank:
+    with StoreServer("127.0.0.1", SECRET) as server, contextlib.closing(joined(server)) as rank:
         rank.set("key", b"value")
         assert rank.announced() == set()
         for count in (1, 2):
@@ -583,7 +591,7 @@ def test_announced_losses_reach_ranks_that_ask_nothing() -> None:
 
 
 def test_losses_that_come_with_an_answer_are_heard() -> None:
-    with StoreServer("127.0.0.1", SECRET) as server, contextlib.closing(server.store()) as rank:
+    with StoreServer("127.0.0.1", SECRET) as server, contextlib.closing(joined(server)) as rank:
         rank.set("key", b"value")
         server.announce(LOST)
         assert rank.try_get("key") == b"value"
@@ -593,13 +601,13 @@ def test_losses_that_come_with_an_answer_are_heard() -> None:
 def test_rank_that_comes_later_hears_earlier_losses_with_its_first_answer() -> None:
     with StoreServer("127.0.0.1", SECRET) as server:
         server.announce(LOST)
-        with contextlib.closing(server.store()) as rank:
+        with contextlib.closing(joined(server)) as rank:
             rank.try_get("key")
             assert rank.announced() == set(LOST)
 
 
 def test_losses_pass_through_wrapped_stores() -> None:
-    with StoreServer("127.0.0.1", SECRET) as server, contextlib.closing(server.store()) as rank:
+    with StoreServer("127.0.0.1", SECRET) as server, contextlib.closing(joined(server)) as rank:
         wrapped = PrefixedStore(seal(rank, SECRET), "prefix")
         wrapped.set("key", b"value")
         server.announce(LOST)
@@ -608,8 +616,18 @@ def test_losses_pass_through_wrapped_stores() -> None:
 
 def test_closed_store_has_heard_no_further_losses() -> None:
     with StoreServer("127.0.0.1", SECRET) as server:
-        rank = server.store()
+        rank = joined(server)
         rank.set("key", b"value")
         rank.close()
         server.announce(LOST)
         assert rank.announced() == set()
+
+
+def test_launchers_own_access_and_ranks_use_the_same_values() -> None:
+    with StoreServer("127.0.0.1", SECRET) as server, contextlib.closing(joined(server)) as rank:
+        own = server.store()
+        own.set("key", b"value")
+        assert rank.try_get("key") == b"value"
+        assert rank.put_if_absent("first", b"rank") == own.put_if_absent("first", b"own") == b"rank"
+        own.delete("key")
+        assert rank.try_get("key") is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shlex
 import signal
@@ -11,11 +10,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from collective.contract.process import RankProcess
 from collective.contract.secret import parse
 from collective.elastic.arrivals import Arrivals
 from collective.start import certificates
 from collective.start.config import load
+from collective.start.connecting import tell_ended
 from collective.start.host_list import HostSlots
 from collective.start.resolver import at_server, of_run
 from collective.start.tcp_store import StoreServer
@@ -133,22 +132,15 @@ class _Run:
                 }
                 for rank, place in enumerate(where)
             ]
-            replacing = _replacing(environments, server) if self._replace else None
+            met_in = at_server(server, secret)
+            hosts = [self._cluster.machines.index(place.machine) for place in where]
+
+            def tell(ended: Mapping[int, str]) -> None:
+                tell_ended(met_in, ended, hosts, self._size - self._spare)
+
+            admitted = Arrivals(met_in, "").admitted
+            replacing = Replacing(environments, admitted) if self._replace else None
             yield HostsSupervisor(
                 control, self._command, environments, self._cluster, where, server.announce,
-                self._spare, replacing, self._verbose,
+                self._spare, replacing, self._verbose, tell,
             )  # fmt: skip
-
-
-def _replacing(environments: Sequence[Mapping[str, str]], server: StoreServer) -> Replacing:
-    """Return the rule by which lost ranks of an attempt are replaced."""
-    secret = parse(environments[0]["COLLECTIVE_SECRET"])
-
-    @functools.cache
-    def arrivals() -> Arrivals:
-        return Arrivals(at_server(server, secret), "")
-
-    def admitted() -> set[RankProcess]:
-        return arrivals().admitted()
-
-    return Replacing(environments, admitted)

@@ -100,8 +100,8 @@ class HostsSupervisor(Supervisor):
     """Supervisor of one run on several hosts, with one process for each environment.
 
     Args:
-        control, command, environments, spare, replacing, verbose: as in :class:`Supervisor`. The
-            variables are added to those of each host.
+        control, command, environments, spare, replacing, verbose, tell: as in
+            :class:`Supervisor`. The variables are added to those of each host.
         cluster: the hosts.
         where: place of each rank.
         announce: function that tells the ranks which processes are lost: host and number of each.
@@ -118,8 +118,9 @@ class HostsSupervisor(Supervisor):
         spare: int = 0,
         replacing: Replacing | None = None,
         verbose: bool = False,
+        tell: Callable[[Mapping[int, str]], object] = lambda ended: None,
     ) -> None:
-        super().__init__(control, command, environments, spare, replacing, verbose)
+        super().__init__(control, command, environments, spare, replacing, verbose, tell)
         self._cluster = cluster
         self._where = where
         self._announce = announce

@@ -144,7 +144,7 @@ def test_rank_outside_of_size_raises_rendezvous_error(tmp_path):
 def test_rank_0_after_end_of_roll_call_raises_rendezvous_error(tmp_path, monkeypatch):
     """The hub exists before rank 0 connects, and the other ranks may have ended the roll call."""
 
-    def late(address, key, deadline, tls):
+    def late(*arguments):
         raise ConnectionRefusedError("nobody listens any more")
 
     monkeypatch.setattr("collective.backends.peers.monitor.connect", late)
