@@ -50,6 +50,33 @@ def test_min_ranks_lets_survivors_continue_and_lists_lost_ranks(launches: Launch
     launches.assert_nothing_left()
 
 
+def test_ranks_learn_at_once_that_another_ended_before_init(launches: Launches) -> None:
+    script = launches.script("""
+        import collective
+        if rank == 0:
+            sys.exit(0)  # the launcher stops nobody for this
+        collective.init(start_timeout=600)
+        """)
+    done = launches.run("-n", "2", script)
+    assert done.returncode == 1
+    assert "rank 0 of 2 ended before all ranks had met: exit code 0 [rank 1]" in done.stderr
+    launches.assert_nothing_left()
+
+
+def test_min_ranks_lets_ranks_meet_without_one_that_was_killed_before(launches: Launches) -> None:
+    script = launches.script("""
+        import collective
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with collective.init(start_timeout=600) as comm:
+            print(comm.rank, comm.size, comm.all_gather_object(rank))
+        """)
+    done = launches.run("-n", "3", "--min-ranks", "2", script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[1] 0 2 [1, 2]", "[2] 1 2 [1, 2]"]
+    launches.assert_nothing_left()
+
+
 @pytest.mark.parametrize("backend", ["auto", "threads"])
 def test_min_ranks_stops_run_with_too_few_survivors(launches: Launches, backend: str) -> None:
     script = launches.script("""
