@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401  see _main_ended
 import contextlib
 import functools
 import os
 import sys
 import threading
+import traceback
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from collective.communicator import Communicator
 from collective.contract import registry
@@ -287,15 +290,84 @@ def tell_at_exit(comm: Communicator) -> None:
     :func:`collective.connect`.
     """
     _open.add(comm)
+    if sys.exit is not _exit:
+        sys.exit = _exit
+        before = threading.excepthook
+        threading.excepthook = functools.partial(_thread_failed, before)
+
+
+class _Ending:
+    """How the program ends.
+
+    Attributes:
+        over: whether the main thread has ended. Other threads may still run.
+        exit: text of the last ``sys.exit()`` with a failure, the outermost frame of the main
+            thread, and the place in it from which that was called; None before.
+    """
+
+    over = False
+    exit: tuple[str, FrameType, int] | None = None
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    """Exit as ``sys.exit`` does; note a failure, of which Python keeps nothing for the exit."""
+    if status and threading.current_thread() is threading.main_thread():
+        frame = outermost = sys._getframe(1)
+        while outermost.f_back is not None:
+            outermost = outermost.f_back
+        stack = "".join(traceback.format_stack(frame))
+        text = f"Traceback (most recent call last):\n{stack}SystemExit: {status}\n"
+        _Ending.exit = text, outermost, outermost.f_lasti
+    raise SystemExit(status)
+
+
+def _failed() -> BaseException | str:
+    """Return the exception that has ended the main thread, or the traceback of ``sys.exit()``.
+
+    The text is empty if neither has.
+    """
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, BaseException):
+        return error
+    if _Ending.exit is not None:
+        text, outermost, place = _Ending.exit
+        # If the program has caught the exception, its outermost frame has gone on.
+        if outermost.f_lasti == place:
+            return text
+    return ""
+
+
+def _tell(why: BaseException | str) -> None:
+    """Tell the peers of all open communicators that this rank has failed, if it has."""
+    for comm in list(_open):
+        if (isinstance(why, BaseException) or why) and not comm.closed:
+            comm.fail(Failure("failed", comm.rank, why) if isinstance(why, str) else why)
+
+
+def _main_ended() -> None:
+    """Tell the peers of a failure of the main thread before Python waits for other threads."""
+    _Ending.over = True
+    _tell(_failed())
+
+
+def _thread_failed(before: Callable[[Any], object], args: threading.ExceptHookArgs) -> None:
+    """Tell the peers if a thread that outlives the main thread fails; call the hook ``before``."""
+    before(args)
+    daemon = args.thread is not None and args.thread.daemon
+    if _Ending.over and not daemon and args.exc_value and args.exc_type is not SystemExit:
+        _tell(args.exc_value)
+
+
+# Python runs these functions in the reverse order of their registration, before it waits for
+# threads. That of concurrent.futures, which this module imports for that, waits for threads itself.
+threading._register_atexit(_main_ended)  # type: ignore[attr-defined]
 
 
 @atexit.register
 def _leave() -> None:
     """Report to the peers at exit: an exception that ended the program, or a normal end."""
-    error = getattr(sys, "last_value", None)
+    _tell(_failed())
     for comm in list(_open):
-        if isinstance(error, BaseException) and not comm.closed:
-            comm.fail(error)
         comm.leave()
 
 
@@ -305,6 +377,7 @@ def _forget() -> None:
     The child must not leave the communicators of its parent, nor join its parent's world.
     """
     _open.clear()
+    _Ending.exit = None
     _of_thread.world = None
     _of_thread.opened = []
 

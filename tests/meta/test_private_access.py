@@ -47,6 +47,9 @@ THIRD_PARTY = {
         "_create_internal _create_work_from_future _distributed_c10d "
         "_register_backend _set_default_backend"
     ),
+    ("collective/start", "functions of atexit run only after all threads have ended"): (
+        "_register_atexit"
+    ),
     ("collective/start", "Ray's key-value store has no public functions"): (
         "_internal_kv_del _internal_kv_get _internal_kv_put"
     ),

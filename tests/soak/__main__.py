@@ -5,6 +5,7 @@
     python -m tests.soak calls --backend shm --size 4 --turns 1000000
     python -m tests.soak aliasing --cases 100000
     python -m tests.soak kills --runs 200
+    python -m tests.soak kills --runs 200 --backend hosts
     python -m tests.soak messages --mutations 100000
     python -m tests.soak elastic --kills 200 --spares 4
     python -m tests.soak flips --flips 10000

@@ -2,7 +2,8 @@
 
 Each run starts ``collective run`` with a short program. It kills one or more processes at a random
 moment between the launcher's start and the program's end, and waits until no process of the job is
-left.
+left. The transport ``hosts`` is ``collective run --hosts`` on network namespaces, with a stand-in
+for ssh. There the command has to end soon after the kill, too, or when it would have ended anyway.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ from pathlib import Path
 
 from tests.support.launches import Marked, kill
 from tests.support.mpi_launches import ROOT, VENDORS, launch_of
+from tests.support.network_hosts import Hosts
 
-__all__ = ["Kills", "kills"]
+__all__ = ["HOSTS", "Kills", "kills"]
 
 SIZE = 3
+#: The transport that stands for several hosts.
+HOSTS = "hosts"
+# The time in which the command on several hosts has to end.
+_PROMISED_S = 10.0
 # Time before a remaining process counts as a problem; on a busy machine a kill takes time, too.
 _PATIENCE_S = 30.0
 # An undisturbed run is faster than this, even on the busiest machine.
@@ -52,6 +58,14 @@ VICTIMS = (
     "two ranks",
     "all",
     "all, the last one first",
+)
+#: Further victims on several hosts. An agent is two processes.
+_OF_HOSTS = (
+    "ssh of the first host",
+    "ssh of the last host",
+    "both ssh",
+    "one of an agent",
+    "an agent",
 )
 
 
@@ -86,19 +100,25 @@ def kills(transports: Sequence[str], runs: int, seed: int, seconds: float) -> Ki
     random_ = random.Random(seed)
     result = Kills()
     end = time.monotonic() + seconds
-    before = {name: _Run(name).undisturbed() for name in transports}
+    before = {name: _run(name).undisturbed() for name in transports}
     for number in range(runs):
         if time.monotonic() > end:
             break
         name = transports[number % len(transports)]
         # In half of the runs the kill comes before the ranks do anything.
         latest = before[name] * random_.choice((0.4, 1.0))
-        _Run(name).killed(random_.uniform(0.0, latest), random_, result)
+        _run(name).killed(random_.uniform(0.0, latest), before[name], random_, result)
     return result
+
+
+def _run(transport: str) -> _Run:
+    return _OnHosts(transport) if transport == HOSTS else _Run(transport)
 
 
 class _Run:
     """One run of the launcher, in a separate directory."""
+
+    victims = VICTIMS
 
     def __init__(self, transport: str) -> None:
         self._transport = transport
@@ -113,13 +133,18 @@ class _Run:
                 launcher.wait(_DEADLINE_S)
             finally:
                 self._marked.end()
+                self._clean_up()
             text = Path(directory, "output").read_text()
             if launcher.returncode or text.count("done") != SIZE:
                 raise RuntimeError(f"{self._transport}: exit code {launcher.returncode}\n{text}")
             return time.monotonic() - since
 
-    def killed(self, moment: float, random_: random.Random, result: Kills) -> None:
-        """Kill a random victim after ``moment`` seconds, and record the end of the others."""
+    def killed(self, moment: float, usual: float, random_: random.Random, result: Kills) -> None:
+        """Kill a random victim after ``moment`` seconds, and record the end of the others.
+
+        Args:
+            usual: duration of a run without a kill, in seconds.
+        """
         segments = set(os.listdir("/dev/shm"))
         with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as name:
             directory = Path(name)
@@ -127,11 +152,12 @@ class _Run:
             time.sleep(moment)
             living = self._marked.living()
             ranks = [pid for pid, variables in living.items() if b"COLLECTIVE_RANK=" in variables]
-            victim = random_.choice(VICTIMS)
+            victim = random_.choice(self.victims)
             for pid in self._victims(victim, launcher.pid, list(living), ranks, random_):
                 kill(pid)
             since = time.monotonic()
-            problem = self._wait(launcher, directory)
+            problem = self._wait(launcher, directory, max(0.0, usual - moment))
+            self._clean_up()
             result.longest_s = max(result.longest_s, time.monotonic() - since)
         result.runs[victim] += 1
         result.early += not ranks
@@ -167,6 +193,9 @@ class _Run:
                 start_new_session=True,
             )
 
+    def _clean_up(self) -> None:
+        """Remove what a run on several hosts needs."""
+
     def _victims(
         self,
         victim: str,
@@ -194,8 +223,12 @@ class _Run:
             "all, the last one first": living[::-1],
         }[victim]
 
-    def _wait(self, launcher: subprocess.Popen[bytes], directory: Path) -> str:
-        """Return a description of the problem at the end of the run, or an empty text."""
+    def _wait(self, launcher: subprocess.Popen[bytes], directory: Path, usual: float) -> str:
+        """Return a description of the problem at the end of the run, or an empty text.
+
+        Args:
+            usual: seconds that the run would still last without the kill.
+        """
         problem = ""
         try:
             launcher.wait(_DEADLINE_S)
@@ -210,6 +243,73 @@ class _Run:
         if launcher.returncode == 0 and text.count("done") != SIZE:
             problem += "exit code 0, though not all ranks were done; "
         return problem and f"{problem}output:\n{text[-2000:]}"
+
+
+class _OnHosts(_Run):
+    """One run on two hosts of network namespaces, from a third one."""
+
+    victims = (*VICTIMS, *_OF_HOSTS * 2)
+
+    def _start(self, directory: Path) -> subprocess.Popen[bytes]:
+        (directory / "program.py").write_text(_PROGRAM)
+        self._hosts = Hosts(3, directory).__enter__()
+        for host in self._hosts.hosts:
+            host.variables[self._marked.variable] = self._marked.value
+        job = self._hosts.run(
+            ["--hosts", f"host1:{SIZE - 1},host2:1", "program.py"],
+            **{self._marked.variable: self._marked.value},
+        )
+        (directory / "output").symlink_to(directory / "output-0")
+        return job.processes[0]
+
+    def _clean_up(self) -> None:
+        self._hosts.close()
+
+    def _victims(
+        self,
+        victim: str,
+        launcher: int,
+        living: list[int],
+        ranks: list[int],
+        random_: random.Random,
+    ) -> list[int]:
+        if victim not in _OF_HOSTS:
+            return super()._victims(victim, launcher, living, ranks, random_)
+        ssh = {host: _with(living, "ssh_stand_in", f"\0{host}\0") for host in ("host1", "host2")}
+        agents = _with(living, "collective.launch.hosts.agent")
+        agents = [pid for pid in agents if pid not in (*ssh["host1"], *ssh["host2"])]
+        outer = [pid for pid in agents if _parent(pid) not in agents]
+        some = random_.sample(outer, min(1, len(outer)))
+        return {
+            "ssh of the first host": ssh["host1"],
+            "ssh of the last host": ssh["host2"],
+            "both ssh": ssh["host1"] + ssh["host2"],
+            "one of an agent": random_.sample(agents, min(1, len(agents))),
+            "an agent": [pid for pid in agents if pid in some or _parent(pid) in some],
+        }[victim]
+
+    def _wait(self, launcher: subprocess.Popen[bytes], directory: Path, usual: float) -> str:
+        since = time.monotonic()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(usual + _PROMISED_S)
+        late = launcher.poll() is None
+        stacks = "".join(f"{pid}: {what}\n" for pid, what in self._marked.left(0.0).items())
+        problem = super()._wait(launcher, directory, usual)
+        if not late:
+            return problem
+        seconds = time.monotonic() - since
+        return f"the command ended {seconds:.1f} s after the kill; {problem}\n{stacks}"
+
+
+def _with(pids: Sequence[int], *words: str) -> list[int]:
+    """Return the processes whose command lines contain all ``words``."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            if all(word in command for word in words):
+                found.append(pid)
+    return found
 
 
 def _parent(pid: int) -> int:

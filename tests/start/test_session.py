@@ -245,6 +245,55 @@ def test_exit_without_close_raises_peer_lost_on_peers(launches):  # noqa: F811
     assert done.stdout.count("told: (1,) True") == 2
 
 
+# Until rank 0 has heard of the end of rank 1, a thread of rank 1 keeps its process from ending.
+LINGERING = """
+import collective, threading
+from concurrent.futures import ThreadPoolExecutor
+def linger():
+    while not os.path.exists("told"):
+        time.sleep(0.01)
+def fail():
+    threading.main_thread().join()
+    raise ValueError("of a thread")
+def end():
+    {end}
+comm = collective.init(timeout=600)
+if rank == 1:
+    threading.Thread(target={thread}).start()
+    end()
+else:
+    try:
+        comm.barrier()
+    except collective.CommunicatorAbortedError as error:
+        print("told:", type(error).__name__, str(error).splitlines()[-1], flush=True)
+    open("told", "w").close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("thread", "end", "last"),
+    [
+        ("linger", 'raise ValueError("bad")', "ValueError: bad"),
+        ("linger", "raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("linger", "sys.exit(3)", "SystemExit: 3"),
+        ("linger", "ThreadPoolExecutor().submit(linger); sys.exit('why')", "SystemExit: why"),
+        ("fail", "threading.Thread(target=linger).start()", "ValueError: of a thread"),
+    ],
+)
+def test_failure_is_told_at_once_though_threads_run_on(launches, thread, end, last):  # noqa: F811
+    script = launches.script(LINGERING.format(thread=thread, end=end))
+    done = launches.run("-n", "2", "--backend", "shm", script)
+    assert done.stdout == f"[0] told: PeerFailedError {last}\n", done.stderr
+
+
+def test_sys_exit_that_was_caught_is_no_failure(launches):  # noqa: F811
+    end = "try: sys.exit(3)\n    except SystemExit: pass"
+    script = launches.script(LINGERING.format(thread="int", end=end))
+    done = launches.run("-n", "2", "--backend", "shm", script)
+    assert done.stdout.startswith("[0] told: PeerLostError "), done.stderr
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
