@@ -111,6 +111,7 @@ class Hub:
         self._host = host
         self._store = store
         self._has_secret = has_secret
+        self._has_tls = tls is not None
         self.session = secrets.token_hex(16)
         self._size = size
         self._deadline = deadline
@@ -225,8 +226,10 @@ class Hub:
         has = "has" if len(ranks) == 1 else "have"
         text = f"after {seconds:.3g} s {name_ranks(ranks)} of {self._size} {has} not joined{where}"
         refusals = None if self._store is None else self._store.refusals()
-        mistaken = Counter(self._server.mistaken)
-        mistaken.update(refusals or {})
+        mistaken, refused = Counter(self._server.mistaken), Counter(self._server.refused)
+        if refusals is not None:
+            mistaken.update(refusals[0])
+            refused.update(refusals[1])
         if mistaken:
             were = "was" if sum(mistaken.values()) == 1 else "were"
             text += f"; {_listed(mistaken)} {were} refused because their secret differs"
@@ -234,11 +237,13 @@ class Hub:
                 text += f". {COMPARE}"
             else:
                 text += ": this rank has none. Set COLLECTIVE_SECRET_FILE on all hosts, or on none"
-        if self._server.refused:
-            text += f"; {_listed(self._server.refused)} did not prove knowledge of this job's key"
+        if refused:
+            text += f"; {_listed(refused)} did not prove knowledge of this job's key"
+            if self._has_tls:
+                text += ", such as ranks with other certificates, or none (COLLECTIVE_TLS_…)"
         if self._server.scarce:
             text += f"; rank 0 could not accept them: {self._server.scarce}. {RAISE_THE_LIMIT}"
-        elif not mistaken and not self._server.refused:
+        elif not mistaken and not refused:
             text += "; no other connection came. Check that every rank was started"
             if self._host is not None and refusals is not None:
                 # A rank with another secret would have connected, and been refused.

@@ -93,7 +93,8 @@ class Server:
         peers: the links of the peers, which have proved that they know the key. The link of the
             peer that spoke last is at the end.
         mistaken: how many connections sent a proof of another key, by address.
-        refused: how many other connections failed to prove the key, by address.
+        refused: how many other connections failed to prove the key, by address. Those that sent
+            nothing and ended at once do not count.
         scarce: the system's error text when it had no room for a connection, else empty.
     """
 
@@ -218,6 +219,10 @@ class Server:
     def _refuse(self, link: Link) -> None:
         """Turn away a stranger that has proved nothing, and count it by its address."""
         stranger = self._strangers[link]
+        if not link.received and not stranger.short.expired:
+            # It only looked whether a server listens here, as ranks do before they connect.
+            self._turn_away(link)
+            return
         counts = self.mistaken if stranger.is_mistaken else self.refused
         is_listed = stranger.address in counts or len(counts) < _LISTED
         address = stranger.address if is_listed else _OTHERS

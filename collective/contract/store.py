@@ -95,11 +95,13 @@ class Store(ABC):
         """Tell whether the store's server has certainly ended; False if a rank cannot find out."""
         return False
 
-    def refusals(self) -> Mapping[str, int] | None:
-        """Return how many connections the store's server refused since their secret differs.
+    def refusals(self) -> tuple[Mapping[str, int], Mapping[str, int]] | None:
+        """Return how many connections the store's server has refused.
 
         Returns:
-            Numbers of connections by address. None unless this process serves the store.
+            Numbers of connections by address: first of those whose secret differs, then of those
+            that proved nothing, for example since their certificate was refused. None unless this
+            process serves the store.
         """
         return None
 
@@ -175,7 +177,7 @@ class WrappedStore(Store):
     def has_ended(self) -> bool:
         return self._store.has_ended()
 
-    def refusals(self) -> Mapping[str, int] | None:
+    def refusals(self) -> tuple[Mapping[str, int], Mapping[str, int]] | None:
         return self._store.refusals()
 
     def announced(self) -> Set[tuple[str, int]]:

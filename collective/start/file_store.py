@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
@@ -12,27 +13,43 @@ from collective.errors import RendezvousError
 
 __all__ = ["FileStore"]
 
+_REMEDY = "Set COLLECTIVE_STORE, or TMPDIR for all launches, to a private directory."
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFREG: "a file",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFLNK: "a link",
+}
+
 
 class FileStore(Store):
     """Private directory of the user (mode 0700) with one file for each key.
 
     Raises:
         RendezvousError: the directory belongs to another user, or other users have access to
-            it. They could then write values that this job reads.
+            it. They could then write values that this job reads. Or the directory cannot be made,
+            since something else has its name.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # lstat, since another user may have put a symbolic link into a world-writable /tmp.
-        status = os.lstat(self.directory)
+        try:
+            # Another user may have put anything into a world-writable /tmp: lstat() shows it, and
+            # nothing opens it.
+            with contextlib.suppress(FileExistsError):
+                self.directory.mkdir(mode=0o700, parents=True)
+            status = os.lstat(self.directory)
+        except OSError as error:
+            raise RendezvousError(
+                f"rendezvous directory {self.directory}: it cannot be made: {error}. {_REMEDY}"
+            ) from error
         private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
         if status.st_uid != os.geteuid() or not private:
+            kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a special file")
             raise RendezvousError(
-                f"rendezvous directory {self.directory}: it has owner uid {status.st_uid} and mode "
-                f"{stat.S_IMODE(status.st_mode):04o}; it must be a directory of uid "
-                f"{os.geteuid()} with mode 0700. Remove it, or set COLLECTIVE_STORE to "
-                "a private directory."
+                f"rendezvous directory {self.directory}: it is {kind} of uid {status.st_uid} with "
+                f"mode {stat.S_IMODE(status.st_mode):04o}; it must be a directory of uid "
+                f"{os.geteuid()} with mode 0700. Its owner can remove it. {_REMEDY}"
             )
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from collective.errors import ConfigError
 
 from .launchers import tasks_per_node
-from .rendezvous import expand
+from .rendezvous import HOST_NAME, expand
 
 __all__ = ["HostSlots", "from_batch_system", "from_file", "from_text"]
 
@@ -107,10 +107,7 @@ def _of_slurm(value: str, environ: Mapping[str, str]) -> list[HostSlots]:
     return [HostSlots(name, count) for name, count in zip(names, tasks, strict=True)]
 
 
-# Host names, with a user before and a number after them. A name that begins with a dash would be an
-# option of ssh.
-_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@%+-]*"
-_HOST = re.compile(rf"(?:({_NAME})|\[([0-9A-Fa-f:.]+(?:%{_NAME})?)\])(?::([0-9]+))?")
+_HOST = re.compile(rf"(?:({HOST_NAME})|\[([0-9A-Fa-f:.]+(?:%{HOST_NAME})?)\])(?::([0-9]+))?")
 
 
 def _entry(text: str, where: str) -> HostSlots:

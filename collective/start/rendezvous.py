@@ -12,7 +12,13 @@ from collective.errors import ConfigError
 
 from .launchers import Launched
 
-__all__ = ["Endpoint", "expand", "from_environment", "from_url"]
+__all__ = ["HOST", "HOST_NAME", "Endpoint", "expand", "from_environment", "from_url"]
+
+#: Pattern of a host's name; ``user@`` may precede it. A name that begins with a dash would be an
+#: option of ssh, and of the commands that errors advise.
+HOST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@%+-]*"
+#: Pattern of a host: a name or an address.
+HOST = rf"{HOST_NAME}|[0-9A-Fa-f:.]+(?:%{HOST_NAME})?"
 
 # Range of the port that all tasks of srun compute alike: above the well-known ports, and below
 # the ports that Linux gives to outgoing connections.
@@ -49,6 +55,8 @@ def from_url(url: str) -> Endpoint:
     extra = parts.path or parts.query or parts.fragment or parts.username
     if parts.scheme != "tcp" or not parts.hostname or not parts.port or extra:
         raise ValueError(url)
+    if not re.fullmatch(HOST, parts.hostname):
+        raise ValueError(url)
     # urlsplit() makes hostname lower case, which is harmless: names ignore case.
     return Endpoint(parts.hostname, parts.port, "COLLECTIVE_STORE")
 
@@ -61,7 +69,7 @@ def from_environment(environ: Mapping[str, str], launched: Launched | None) -> E
     rank 0 runs, and a port that is computed from the numbers of job and step.
 
     Raises:
-        ConfigError: one of the two variables is missing, or the port is not valid.
+        ConfigError: one of the two variables is missing, or the host or the port is not valid.
     """
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     slurm = launched is not None and launched.launcher == "slurm"
@@ -79,6 +87,11 @@ def from_environment(environ: Mapping[str, str], launched: Launched | None) -> E
             f"rendezvous: {given}={host or port} is set and {missing} is not; ranks need both to "
             "meet. Set both, the same on all ranks: the host of rank 0 and a port that is free "
             "there."
+        )
+    if not re.fullmatch(HOST, host):
+        raise ConfigError(
+            f"rendezvous: MASTER_ADDR={host!r}; it must be a name or an address of the host of "
+            "rank 0, and no name begins with a dash. Set it to that host."
         )
     served = (
         launched is not None
@@ -128,6 +141,8 @@ def expand(hostlist: str, name: str) -> list[str]:
             endings = [text] if text else list(_numbers(ranges, hostlist, name))
             names = [start + end for start in names for end in endings]
         hosts += names
+    if not all(re.fullmatch(HOST_NAME, host) for host in hosts):
+        raise _unreadable(hostlist, name)
     return hosts
 
 
@@ -144,5 +159,5 @@ def _numbers(ranges: str, hostlist: str, name: str) -> Iterator[str]:
 def _unreadable(hostlist: str, name: str) -> ConfigError:
     return ConfigError(
         f"launcher slurm: {name}={hostlist!r}; it must be a list of hosts such as "
-        "'node[01-03,7],x', as srun sets it."
+        "'node[01-03,7],x', as srun sets it. No name begins with a dash."
     )

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Sequence, Set
 
 from collective.backends.peers.link import (
@@ -96,7 +97,7 @@ class TcpStore(Store):
         self._announced: frozenset[tuple[str, int]] = frozenset()
         self._server = _serve(endpoint, self._key, spans_hosts, tls) if serve else None
         # The server may have refused connections to an earlier communicator.
-        self._refused_before = self._mistaken()
+        self._refused_before = self._refused()
         self._address, link = self._connect(deadline)
         self._use(link)
 
@@ -106,17 +107,16 @@ class TcpStore(Store):
     def has_ended(self) -> bool:
         return refuses(self._endpoint)
 
-    def refusals(self) -> dict[str, int] | None:
+    def refusals(self) -> tuple[Counter[str], Counter[str]] | None:
         if self._server is None:
             return None
-        counts = {
-            address: count - self._refused_before.get(address, 0)
-            for address, count in self._mistaken().items()
-        }
-        return {address: count for address, count in counts.items() if count}
+        mistaken, refused = self._refused()
+        return mistaken - self._refused_before[0], refused - self._refused_before[1]
 
-    def _mistaken(self) -> dict[str, int]:
-        return {} if self._server is None else dict(self._server.mistaken)
+    def _refused(self) -> tuple[Counter[str], Counter[str]]:
+        if self._server is None:
+            return Counter(), Counter()
+        return Counter(dict(self._server.mistaken)), Counter(dict(self._server.refused))
 
     def set(self, key: str, value: bytes) -> None:
         self._ask("set", key, value)

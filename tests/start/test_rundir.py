@@ -6,6 +6,7 @@ import gc
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,33 @@ def test_join_in_world_writable_base_raises_rendezvous_error(base: Path) -> None
     base.mkdir(mode=0o777)
     base.chmod(0o777)
     with pytest.raises(RendezvousError, match="0700"):
+        join("a")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (os.mkfifo, "a named pipe"),
+        (Path.touch, "a file"),
+        (lambda path: path.symlink_to("/nonexistent"), "a link"),
+        (lambda path: path.symlink_to("/tmp"), "a link"),
+    ],
+    ids=["pipe", "file", "dangling link", "link"],
+)
+def test_join_at_name_that_something_else_has_raises_rendezvous_error(
+    base: Path, make: Callable[[Path], object], kind: str
+) -> None:
+    make(base)
+    with pytest.raises(RendezvousError, match=f"it is {kind} of uid .* Its owner can remove it"):
+        join("a")
+
+
+def test_join_where_no_directory_can_be_made_raises_rendezvous_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    with pytest.raises(RendezvousError, match=r"it cannot be made: .*Not a directory.*TMPDIR"):
         join("a")
 
 

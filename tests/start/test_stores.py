@@ -26,6 +26,7 @@ from collective.backends.peers.link import Link, connect, encoded
 from collective.backends.peers.standby import LastingStore, Standby
 from collective.contract.secret import Secret
 from collective.contract.store import PrefixedStore, Store, WatchedStore, WrappedStore
+from collective.contract.world import Tls
 from collective.deadline import Deadline
 from collective.errors import RendezvousError, UnsupportedError
 from collective.memory.buffer import Buffer
@@ -52,8 +53,16 @@ def free_address() -> Endpoint:
     return Endpoint("127.0.0.1", free_port(), "a test")
 
 
-def store(where: Endpoint, *, serve: bool = False, secret: Secret = SECRET, timeout: float = FAR):
-    return TcpStore(where, secret, serve=serve, spans_hosts=False, deadline=Deadline(timeout))
+def store(
+    where: Endpoint,
+    *,
+    serve: bool = False,
+    secret: Secret = SECRET,
+    timeout: float = FAR,
+    tls: Tls | None = None,
+):
+    deadline = Deadline(timeout)
+    return TcpStore(where, secret, serve=serve, spans_hosts=False, deadline=deadline, tls=tls)
 
 
 # -- openers for each kind of store ---------------------------------------------------------
@@ -283,9 +292,9 @@ class Recording(Store):
         self.asked.append(("has_ended",))
         return True
 
-    def refusals(self) -> dict[str, int]:
+    def refusals(self) -> tuple[dict[str, int], dict[str, int]]:
         self.asked.append(("refusals",))
-        return {"10.0.0.2": 3}
+        return {"10.0.0.2": 3}, {}
 
     def announced(self) -> Set[tuple[str, int]]:
         self.asked.append(("announced",))
@@ -307,7 +316,7 @@ ASKED: dict[str, tuple[tuple[object, ...], object]] = {
     "delete": (("key",), None),
     "close": ((), None),
     "has_ended": ((), True),
-    "refusals": ((), {"10.0.0.2": 3}),
+    "refusals": ((), ({"10.0.0.2": 3}, {})),
     "announced": ((), {("host", 7)}),
     "without": (({1},), None),
     "check": ((), None),
@@ -435,15 +444,15 @@ def test_rank_with_another_secret_is_refused_with_remedy(where: Endpoint) -> Non
 def test_server_counts_refused_secrets() -> None:
     here = free_address()
     with contextlib.closing(store(here, serve=True)) as served:
-        assert served.refusals() == {}
+        assert served.refusals() == ({}, {})
         with pytest.raises(RendezvousError):
             store(here, secret=Secret(bytes(32)), timeout=0.3)
         # The other rank's last attempt may still be under way.
-        assert served.refusals()["127.0.0.1"] >= 1
+        assert served.refusals()[0]["127.0.0.1"] >= 1
         with contextlib.closing(store(here)) as other:
             assert other.refusals() is None
         with contextlib.closing(store(here, serve=True)) as again:
-            assert again.refusals() == {}, "those that came before it"
+            assert again.refusals()[0] == {}, "those that came before it"
 
 
 def test_server_bounds_addresses_of_refused_secrets() -> None:
@@ -459,7 +468,7 @@ def test_server_bounds_addresses_of_refused_secrets() -> None:
                 wrong.sendall(bytes(64))
                 while wrong.recv(100):
                     pass
-        counts = served.refusals()
+        counts, _ = served.refusals()
     assert len(counts) == 9
     assert counts["127.0.0.2"] == 1
     assert counts["other addresses"] == 12
@@ -470,7 +479,7 @@ def test_silent_connection_is_no_refused_secret() -> None:
     with contextlib.closing(store(here, serve=True)) as served:
         socket.create_connection((here.host, here.port)).close()
         assert served.try_get("key") is None  # the server has seen the connection
-        assert served.refusals() == {}
+        assert served.refusals() == ({}, {})
 
 
 def test_server_at_port_in_use_raises_with_remedy() -> None:

@@ -20,14 +20,14 @@ from collective.backends.peers.link import Link, connect
 from collective.contract.secret import Secret
 from collective.contract.world import Tls
 from collective.deadline import Deadline
-from collective.errors import ConfigError
+from collective.errors import ConfigError, RendezvousError
 from collective.start.certificates import resolve
 from collective.start.config import load
 from collective.start.resolver import build
 from collective.start.tcp_store import TcpStore
 from collective.tools.doctor import across_hosts
 from tests.backends.peers.test_monitor import FAR, KEY, start
-from tests.start.test_stores import free_address
+from tests.start.test_stores import free_address, store
 
 pytestmark = pytest.mark.usefixtures("nowhere")
 TEXT = "5ca1ab1e" * 8
@@ -204,6 +204,35 @@ def test_hub_refuses_rank_without_certificate_of_its_authority(
     with pytest.raises(OSError, match=r"timed out|(?i:unknown.ca)"):
         connect(hub.address, KEY, Deadline(0.5), stranger(certificates))
     close(complete(hub.address, 2, tls))
+
+
+def test_error_of_missing_rank_counts_refused_certificates(
+    hub: Hub, tls: Tls, certificates: Path
+) -> None:
+    with pytest.raises(OSError, match=r"(?i:unknown.ca)"):
+        connect(hub.address, KEY, Deadline(FAR), resolve(load(settings(certificates, "other"))))
+    link = connect(hub.address, KEY, Deadline(FAR), tls)
+    link.send({"kind": "here", "rank": 0, "size": 2, "host": "a host"})
+    hub.give_up()
+    with contextlib.closing(link):
+        why = link.expect(Deadline(FAR))["why"]
+    assert "1 connection from 127.0.0.1 did not prove knowledge of this job's key, such as" in why
+    assert "ranks with other certificates, or none (COLLECTIVE_TLS_…)" in why
+
+
+@pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS)
+def test_store_counts_ranks_without_certificate_of_its_authority(
+    tls: Tls, certificates: Path, stranger: Callable[[Path], Tls | None]
+) -> None:
+    here = free_address()
+    with contextlib.closing(store(here, serve=True, tls=tls)) as served:
+        for theirs in (tls, stranger(certificates)):
+            with contextlib.suppress(RendezvousError):
+                store(here, timeout=0.5, tls=theirs).close()
+        assert served.try_get("key") is None  # the server has seen the end of the connections
+        mistaken, refused = served.refusals()
+        assert mistaken == {}
+        assert refused["127.0.0.1"] >= 1
 
 
 def test_connect_to_hub_of_another_authority_raises_os_error(tls: Tls, certificates: Path) -> None:

@@ -553,10 +553,26 @@ def test_expand_lists_hosts_of_slurm(text: str, hosts: list[str]) -> None:
     assert expand(text, "SLURM_STEP_NODELIST") == hosts
 
 
-@pytest.mark.parametrize("text", ["", "n[1-", "n[2-1]", "n[a-b]", "n[]", "a b", "n]1["])
+@pytest.mark.parametrize(
+    "text",
+    ["", "n[1-", "n[2-1]", "n[a-b]", "n[]", "a b", "n]1[", "n,-oProxyCommand=x", "-[1-2]", "n;x"],
+)
 def test_expand_of_invalid_host_list_raises(text: str) -> None:
     with pytest.raises(ConfigError, match=r"SLURM_STEP_NODELIST=.*node\[01-03,7\]"):
         expand(text, "SLURM_STEP_NODELIST")
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=x", "a b", "a;b", "$(a)"])
+def test_master_address_that_is_no_host_raises(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR='.*'; it must be a name or an address"):
+        from_environment({"MASTER_ADDR": host, "MASTER_PORT": "29500"}, None)
+
+
+@pytest.mark.parametrize("host", ["node-1.site", "10.0.0.1", "fe80::1%eth0", "::1", "_a"])
+def test_master_address_is_a_name_or_an_address(host: str) -> None:
+    found = from_environment({"MASTER_ADDR": host, "MASTER_PORT": "29500"}, None)
+    assert found is not None
+    assert found.host == host
 
 
 MPICH_FAR = {**MPICH, "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
