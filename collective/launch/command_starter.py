@@ -192,8 +192,11 @@ class CommandStarter(Starter):
                 ) from None
             connection.setblocking(True)
             line = Connection(connection.detach())
-            # A rank that ends before it has sent its number and process id has not started.
+            # A rank that ends before it has sent its number and process id has not started. A rank
+            # that is stopped must not stop this process, too.
             with contextlib.suppress(EOFError, ConnectionError, ProcessLookupError):
+                if not line.poll(deadline.left()):
+                    continue
                 rank, pid = line.recv()
                 handles[rank] = _Called(rank, line, pid, self._note_segments)
 

@@ -246,8 +246,10 @@ class _Started(ProcessHandle):
     def end(self, deadline: Deadline) -> None:
         self._process.join(deadline.left())
         self._process.kill()
-        self._process.join()
-        self._process.close()
+        self._process.join(LEAVE_S)
+        # A process that waits for a disk survives even this, and is given up.
+        if not self._process.is_alive():
+            self._process.close()
         self.line.close()
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 
+from collective.launch.hosts import cluster
 from collective.launch.hosts.channel import GREETING, Channel, Output
+from collective.launch.hosts.pulse import Pulse
 
 
 @pytest.fixture
@@ -102,3 +106,46 @@ def test_channel_whose_reader_is_gone_is_broken(pipe: tuple[int, int]) -> None:
     assert sender.broken
     assert not sender.waiting
     os.close(sender.incoming)
+
+
+# -- hosts that are lost ---------------------------------------------------------------------
+
+
+class Immortal:
+    """Process that even SIGKILL does not end, since it waits for a disk."""
+
+    stdin = stdout = stderr = io.BytesIO()
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def wait(self, timeout: float) -> None:
+        raise subprocess.TimeoutExpired("ssh", timeout)
+
+
+@pytest.fixture
+def host(pipe: tuple[int, int]) -> cluster.Machine:
+    """Return a host whose messages come from a pipe, and whose process does not end."""
+    machine = cluster.Machine.__new__(cluster.Machine)
+    machine.process = Immortal()  # type: ignore[assignment]
+    machine.pulse, machine.lost, machine.hello = Pulse(), "", {"kind": "hello"}
+    machine.channel = Channel(*pipe, greeted=False)
+    return machine
+
+
+def test_cluster_closes_though_a_process_survives_its_kill(
+    host: cluster.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "_CLOSE_S", 0.0)
+    monkeypatch.setattr(cluster, "_EXIT_S", 0.0)
+    cluster.Cluster([host], -1).close()
+    assert host.process.killed  # type: ignore[attr-defined]
+
+
+def test_lost_host_reads_nothing_from_a_descriptor_that_may_be_another_by_now(
+    host: cluster.Machine, pipe: tuple[int, int]
+) -> None:
+    host.lose("it is silent")
+    os.write(pipe[1], b"of another connection")
+    assert host.receive() == []
+    assert os.read(pipe[0], 100) == b"of another connection"

@@ -631,3 +631,13 @@ def test_launchers_own_access_and_ranks_use_the_same_values() -> None:
         assert rank.put_if_absent("first", b"rank") == own.put_if_absent("first", b"own") == b"rank"
         own.delete("key")
         assert rank.try_get("key") is None
+
+
+def test_launchers_store_ends_though_its_thread_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    released, run = threading.Event(), tcp_store.Server.run
+    monkeypatch.setattr(tcp_store.Server, "run", lambda self: (released.wait(), run(self)))
+    monkeypatch.setattr(tcp_store, "_END_S", 0.05)
+    with StoreServer("127.0.0.1", SECRET) as server:
+        pass
+    released.set()
+    server._thread.join()

@@ -23,8 +23,8 @@ from .pulse import Pulse
 
 __all__ = ["Cluster", "Machine", "SignalledError", "Site", "is_this_host"]
 
-# How long the agents may take to end what still runs.
-_CLOSE_S = 5.0
+# How long the agents may take to end what still runs, and a process that ends, or was killed.
+_CLOSE_S, _EXIT_S = 5.0, 0.5
 # The last bytes of what ssh wrote to standard error, for error texts.
 _COMPLAINTS = 2000
 _SSH = ("-T", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=5")
@@ -109,6 +109,8 @@ class Machine:
 
     def receive(self) -> list[Message | Output]:
         """Return the frames that have come; note in :attr:`lost` if the connection has ended."""
+        if self.lost:
+            return []  # by now the descriptor may be another one, such as that of a rank's link
         try:
             frames = self.channel.receive()
         except (EOFError, OSError):
@@ -145,14 +147,16 @@ class Machine:
     def close(self) -> None:
         """End the connection: the agent kills what still runs, and ends."""
         self.pulse.forget()
+        self.channel.broken = True
         for file in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert file is not None
             file.close()
 
     def _why(self) -> str:
         """Return why the connection ended."""
+        # All hosts may be lost at once, and meanwhile no other host gets a sign of life.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(1.0)
+            self.process.wait(_EXIT_S)
         if self.hello:
             return self.explained("the connection ended")
         what = "the agent" if self.local else "ssh"
@@ -258,7 +262,11 @@ class Cluster:
             machine.close()
         for machine in self.machines:
             machine.process.kill()
-            machine.process.wait()
+        # A process that waits for a disk survives even this, and is given up.
+        deadline = Deadline(_EXIT_S)
+        for machine in self.machines:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                machine.process.wait(deadline.left())
 
 
 def is_this_host(name: str) -> bool:

@@ -68,7 +68,7 @@ class Listener:
         self._over = True
         own = self.address, self.port
         with contextlib.suppress(OSError), socket.create_connection(own, _CONNECT_S):
-            self._thread.join()
+            self._thread.join(_CONNECT_S)
         self._socket.setblocking(False)
 
     def dismiss(self) -> None:

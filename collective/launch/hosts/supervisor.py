@@ -300,6 +300,7 @@ class HostsSupervisor(Supervisor):
         for machine in self._cluster.living:
             if machine not in self._finished:
                 machine.lose("it did not end what the ranks have left")
+                self._lose(machine)
 
     def _drain(self) -> None:
         for rank in self._ranks:
