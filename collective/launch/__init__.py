@@ -20,7 +20,7 @@ from functools import partial
 from collective.contract.secret import parse
 from collective.elastic.arrivals import Arrivals
 from collective.platform import held_port
-from collective.start.connecting import tell_ended
+from collective.start.connecting import failing, tell_ended
 from collective.start.resolver import in_directory
 from collective.start.rundir import join, leave
 
@@ -111,7 +111,10 @@ def launch(
                 return
             admitted = Arrivals(met_in, "").admitted
             replacing = Replacing(environments, admitted) if replace else None
-            yield Supervisor(control, command, environments, spare, replacing, verbose, tell)
+            yield Supervisor(
+                control, command, environments, spare, replacing, verbose, tell,
+                partial(failing, met_in),
+            )  # fmt: skip
 
     try:
         return watch_over(

@@ -27,6 +27,7 @@ class Rank(ABC):
         joins: whether the rank was started in place of a lost rank.
         began: when the rank was started, on the clock of ``time.monotonic()``.
         code: exit code in the form of ``subprocess``. None while the rank runs.
+        announced: exit code that the rank has announced, since its main thread has failed; else 0.
         fate: how the rank ended, in words, if its code does not tell; else empty.
         streams: standard output and standard error.
     """
@@ -36,6 +37,7 @@ class Rank(ABC):
         self.joins = joins
         self.began = time.monotonic()
         self.code: int | None = None
+        self.announced = 0
         self.fate = ""
         self.streams: list[RankOutput] = []
 

@@ -94,6 +94,9 @@ class Supervisor:
             the end shows them, one for all ranks with the same, without the package's frames.
         tell: function that tells the ranks which of them have ended, and how: ranks that have not
             met yet wait for each other.
+        failing: function that returns a rank that says that its main thread has failed, and the
+            exit code that it will have; other threads keep its process from ending. None if no
+            rank says so.
     """
 
     def __init__(
@@ -105,10 +108,12 @@ class Supervisor:
         replacing: Replacing | None = None,
         verbose: bool = False,
         tell: Callable[[Mapping[int, str]], object] = lambda ended: None,
+        failing: Callable[[], tuple[int, int] | None] = lambda: None,
     ) -> None:
         self._control = control
         self._verbose = verbose
         self._tell = tell
+        self._failing = failing
         self._ends: dict[int, str] = {}
         self._told = 0
         self._replacing = replacing
@@ -333,6 +338,7 @@ class Supervisor:
         # The run may continue for long, so end all processes of a lost rank now.
         for pid, code in ended_children(self._end_group if self._spare else None):
             self._reaped(pid, code)
+        self._look_for_failing()
 
     def _end_group(self, pid: int, status: int) -> None:
         """End the process group of a failed rank before the rank is reaped and its id reused."""
@@ -353,7 +359,7 @@ class Supervisor:
             self._ends.setdefault(rank.number, how_ended(_failure(rank)))
         if code == 0 and not self._stopping:
             self._finish_output(rank)
-        if code == 0 or self._signalled:
+        if code == 0 or self._signalled or rank in self._failed:
             return
         self._failed.append(rank)
         if self._stopping:
@@ -369,6 +375,21 @@ class Supervisor:
             if self._replacing is not None and replaced:
                 self._start(rank.number, self._replacing.environment(rank.number), joins=True)
             return
+        self._stop_after_failure()
+
+    def _look_for_failing(self) -> None:
+        """End the run if the main thread of a rank has failed, and the run cannot go on without."""
+        if self._stopping or self._left() > self._least:
+            return
+        with contextlib.suppress(CollectiveError, OSError):
+            number, code = self._failing() or (-1, 0)
+            for rank in self._ranks:
+                if rank.number == number and rank.runs and not rank.joins:
+                    rank.announced = code
+                    self._failed.append(rank)
+                    self._stop_after_failure()
+
+    def _stop_after_failure(self) -> None:
         self._stopping = True
         self._schedule = [(Deadline(after), number) for after, number in _AFTER_FAILURE]
 
@@ -510,4 +531,5 @@ class Supervisor:
 
 
 def _failure(rank: Rank) -> FailedRank:
-    return FailedRank(rank.number, rank.code or 0, rank.streams[1].tail, rank.fate)
+    code = rank.announced or rank.code or 0
+    return FailedRank(rank.number, code, rank.streams[1].tail, rank.fate)

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -35,10 +37,10 @@ from collective.errors import (
 )
 from collective.request import name_ranks
 
-__all__ = ["connect", "connect_alone", "joined_by", "tell_ended"]
+__all__ = ["connect", "connect_alone", "failing", "joined_by", "tell_ended", "tell_failing"]
 
-# Key of the ranks that have ended.
-_ENDED = "ended"
+# Keys of the ranks that have ended, and of the rank whose main thread has failed first.
+_ENDED, _FAILING = "ended", "failing"
 # Time between two looks at that key, and the time that the launcher has to tell of a rank whose
 # loss the other ranks have noticed by themselves.
 _LOOK_S, _WORD_S = 0.2, 1.0
@@ -180,6 +182,29 @@ def tell_ended(store: Store, ended: Mapping[int, str], hosts: Sequence[int], lea
     """
     value = {"ended": dict(ended), "hosts": list(hosts), "least": least}
     store.set(_ENDED, json.dumps(value).encode())
+
+
+def tell_failing(store: Store, rank: int, code: int) -> None:
+    """Tell the launcher that the main thread of a rank has failed, and other threads run on.
+
+    Args:
+        store: store in which the ranks met.
+        rank: number of the rank.
+        code: exit code that its process will have.
+    """
+    store.put_if_absent(_FAILING, json.dumps([rank, code]).encode())
+    # The launcher looks at the store when a child may have ended. Other parents ignore this signal.
+    with contextlib.suppress(OSError):
+        os.kill(os.getppid(), signal.SIGCHLD)
+
+
+def failing(store: Store) -> tuple[int, int] | None:
+    """Return the rank whose main thread has failed first and its exit code; None if none has."""
+    text = store.try_get(_FAILING)
+    if text is None:
+        return None
+    rank, code = json.loads(text)
+    return int(rank), int(code)
 
 
 class _Ended(NamedTuple):

@@ -21,13 +21,19 @@ from collective.contract import registry
 from collective.contract.backend import Backend
 from collective.contract.failure import Failure
 from collective.contract.recorder import dump_on_signal
+from collective.contract.store import Store
 from collective.contract.world import World
-from collective.errors import CommunicatorClosedError, InvalidArgumentError, UnsupportedError
+from collective.errors import (
+    CollectiveError,
+    CommunicatorClosedError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
 
 from .choice import Choice, choose
 from .config import Config, Setting, load
 from .config import settings as collect
-from .connecting import connect, connect_alone, joined_by
+from .connecting import connect, connect_alone, joined_by, tell_failing
 from .keys import KEYS
 from .resolver import adopt, build, name_libraries, options
 
@@ -125,6 +131,8 @@ def init(
         raise
     if not as_thread:
         communicator.succession.owns_store = True
+        if world.launcher == "collective" and settled.join == "off":
+            _Ending.launcher = world.rank, world.store
     set_current(communicator)
     _see_to(communicator)
     dump_on_signal(settled.dump_signal)
@@ -303,10 +311,14 @@ class _Ending:
         over: whether the main thread has ended. Other threads may still run.
         exit: text of the last ``sys.exit()`` with a failure, the outermost frame of the main
             thread, and the place in it from which that was called; None before.
+        code: exit code of that exit.
+        launcher: number of this rank for `collective run`, and the store that the two share.
     """
 
     over = False
     exit: tuple[str, FrameType, int] | None = None
+    code = 1
+    launcher: tuple[int, Store] | None = None
 
 
 def _exit(status: Any = None, /) -> NoReturn:
@@ -318,6 +330,7 @@ def _exit(status: Any = None, /) -> NoReturn:
         stack = "".join(traceback.format_stack(frame))
         text = f"Traceback (most recent call last):\n{stack}SystemExit: {status}\n"
         _Ending.exit = text, outermost, outermost.f_lasti
+        _Ending.code = status & 0xFF if isinstance(status, int) else 1
     raise SystemExit(status)
 
 
@@ -347,7 +360,17 @@ def _tell(why: BaseException | str) -> None:
 def _main_ended() -> None:
     """Tell the peers of a failure of the main thread before Python waits for other threads."""
     _Ending.over = True
-    _tell(_failed())
+    why = _failed()
+    _tell(why)
+    runs_on = any(
+        not thread.daemon and thread is not threading.main_thread()
+        for thread in threading.enumerate()
+    )
+    if runs_on and why != "" and _Ending.launcher is not None:
+        rank, store = _Ending.launcher
+        code = _Ending.code if isinstance(why, str) else 1
+        with contextlib.suppress(CollectiveError):  # the launcher has ended
+            tell_failing(store, rank, code)
 
 
 def _thread_failed(before: Callable[[Any], object], args: threading.ExceptHookArgs) -> None:
@@ -377,7 +400,7 @@ def _forget() -> None:
     The child must not leave the communicators of its parent, nor join its parent's world.
     """
     _open.clear()
-    _Ending.exit = None
+    _Ending.exit = _Ending.launcher = None
     _of_thread.world = None
     _of_thread.opened = []
 

@@ -286,6 +286,21 @@ def test_failure_is_told_at_once_though_threads_run_on(launches, thread, end, la
     assert done.stdout == f"[0] told: PeerFailedError {last}\n", done.stderr
 
 
+def test_launcher_ends_run_at_once_though_threads_of_failed_rank_run_on(launches):  # noqa: F811
+    script = launches.script("""
+        import collective, threading
+        with collective.init() as comm:
+            comm.barrier()
+            if rank == 1:
+                threading.Thread(target=time.sleep, args=(600,)).start()
+                sys.exit(3)
+        """)
+    done = launches.run("-n", "2", "--backend", "shm", script)
+    assert done.returncode == 3
+    assert "collective run: rank 1 failed first (exit code 3); " in done.stderr
+    launches.assert_nothing_left()
+
+
 def test_sys_exit_that_was_caught_is_no_failure(launches):  # noqa: F811
     end = "try: sys.exit(3)\n    except SystemExit: pass"
     script = launches.script(LINGERING.format(thread="int", end=end))

@@ -14,7 +14,7 @@ from collective.contract.secret import parse
 from collective.elastic.arrivals import Arrivals
 from collective.start import certificates
 from collective.start.config import load
-from collective.start.connecting import tell_ended
+from collective.start.connecting import failing, tell_ended
 from collective.start.host_list import HostSlots
 from collective.start.resolver import at_server, of_run
 from collective.start.tcp_store import StoreServer
@@ -142,5 +142,5 @@ class _Run:
             replacing = Replacing(environments, admitted) if self._replace else None
             yield HostsSupervisor(
                 control, self._command, environments, self._cluster, where, server.announce,
-                self._spare, replacing, self._verbose, tell,
+                self._spare, replacing, self._verbose, tell, partial(failing, met_in),
             )  # fmt: skip

@@ -100,7 +100,7 @@ class HostsSupervisor(Supervisor):
     """Supervisor of one run on several hosts, with one process for each environment.
 
     Args:
-        control, command, environments, spare, replacing, verbose, tell: as in
+        control, command, environments, spare, replacing, verbose, tell, failing: as in
             :class:`Supervisor`. The variables are added to those of each host.
         cluster: the hosts.
         where: place of each rank.
@@ -119,8 +119,9 @@ class HostsSupervisor(Supervisor):
         replacing: Replacing | None = None,
         verbose: bool = False,
         tell: Callable[[Mapping[int, str]], object] = lambda ended: None,
+        failing: Callable[[], tuple[int, int] | None] = lambda: None,
     ) -> None:
-        super().__init__(control, command, environments, spare, replacing, verbose, tell)
+        super().__init__(control, command, environments, spare, replacing, verbose, tell, failing)
         self._cluster = cluster
         self._where = where
         self._announce = announce
@@ -244,6 +245,7 @@ class HostsSupervisor(Supervisor):
         super()._keep_schedule()
         if not self._beat.expired:
             return
+        self._look_for_failing()
         # If the screen was full, or this process was stopped, nobody has listened to the hosts.
         now = time.monotonic()
         deaf = now - self._looked > 4 * BEAT_S or self._out.full or self._error.full
