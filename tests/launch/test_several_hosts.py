@@ -564,6 +564,20 @@ def test_host_of_rank_0_dies_and_others_train_on(make: Make, tmp_path: Path, pro
     assert_nothing_left(hosts)
 
 
+def test_host_dies_before_its_ranks_meet_and_others_meet_without_them(
+    make: Make, program: str
+) -> None:
+    hosts = make(3)
+    arguments = ["--hosts", "host1:1,host2:2", "--min-ranks", "2", program, "without_rank_0"]
+    job = hosts.run(arguments)
+    until(lambda: reports(job), job)
+    hosts.end(1)
+    job.succeed()
+    met = sorted((report for report in reports(job) if "rank" in report), key=str)
+    assert met == [{"rank": n, "size": 2, "local": (n, 2)} for n in range(2)]
+    assert_nothing_left(hosts)
+
+
 def test_spare_host_replaces_host_that_dies(make: Make, tmp_path: Path, program: str) -> None:
     hosts = make(4)
     where = ["--hosts", "host1:2,host2:2", "--spares", "host3:2", "--min-ranks", "2"]

@@ -46,6 +46,16 @@ def who() -> None:
             local=(comm.local_rank, comm.local_size), tmpdir=os.environ["TMPDIR"])  # fmt: skip
 
 
+def without_rank_0() -> None:
+    """Wait without end as rank 0; meet as another rank, and print how many have met."""
+    if os.environ["RANK"] == "0":
+        say(waits=True)
+        time.sleep(600.0)
+    with collective.init(start_timeout=600.0) as comm:
+        comm.barrier()
+        say(rank=comm.rank, size=comm.size, local=(comm.local_rank, comm.local_size))
+
+
 def barriers() -> None:
     """Print the duration of a barrier."""
     with collective.init() as comm:
@@ -152,6 +162,15 @@ if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR1)
     functions: dict[str, Callable[..., None]] = {
         each.__name__: each
-        for each in (who, barriers, go_on, until_it_breaks, train, meet, listening)
+        for each in (
+            who,
+            without_rank_0,
+            barriers,
+            go_on,
+            until_it_breaks,
+            train,
+            meet,
+            listening,
+        )
     }
     functions[sys.argv[1]](*sys.argv[2:])
