@@ -40,7 +40,7 @@ class MpiBackend(MpiTransport):
 
         See :meth:`MpiTransport.connect`.
         """
-        library.start(deadline)
+        library.start(deadline, world.store.check)
         if cls is MpiBackend and describe().cuda_aware:
             return CudaAwareMpi.connect(world, deadline)
         return super().connect(world, deadline)

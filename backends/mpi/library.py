@@ -23,7 +23,7 @@ from importlib import metadata
 from typing import Any, Protocol
 
 from collective.deadline import Deadline
-from collective.errors import BackendUnavailableError
+from collective.errors import BackendUnavailableError, CollectiveError
 from collective.install import hint
 from collective.platform import mapped_files
 
@@ -57,6 +57,8 @@ _parent = 0
 # How long background threads may take to notice that MPI ends.
 _END_S = 0.5
 _SETTLE_S = 0.05
+# Time between two looks whether some rank will not come, while MPI starts.
+_LOOK_S = 0.2
 
 
 class User(Protocol):
@@ -149,13 +151,17 @@ def wheels() -> list[str]:
     return libraries
 
 
-def start(deadline: Deadline) -> Any:
+def start(deadline: Deadline, look: Callable[[], object] = lambda: None) -> Any:
     """Return ``mpi4py.MPI`` with MPI initialised, by the program or else here.
 
     If the program has initialised MPI, the program finalises MPI. Otherwise this module finalises
     MPI when the interpreter exits, unless some operation cannot end. ``MPI_Init`` waits for all
     ranks that ``mpiexec`` started, and cannot be interrupted. If some ranks do not come before
     ``deadline``, the process ends with an explanation.
+
+    Args:
+        deadline: moment by which all ranks must have come.
+        look: function that raises if some rank is known not to come; then the process ends, too.
 
     Raises:
         BackendUnavailableError: as :func:`load`; or MPI has been finalised already; or MPI does not
@@ -178,11 +184,13 @@ def start(deadline: Deadline) -> Any:
         initialises = not module.Is_initialized()
         if initialises:
             _refuse_the_other_mpiexec(module)
-            timer = threading.Timer(deadline.left(), _nobody_comes, (deadline.seconds,))
-            timer.daemon = True
-            timer.start()
+            begun = threading.Event()
+            threading.Thread(
+                target=_watch_start, args=(begun, deadline, look), name="collective-mpi-start",
+                daemon=True,
+            ).start()  # fmt: skip
             _initialize(module)
-            timer.cancel()
+            begun.set()
             for comm in (module.COMM_WORLD, module.COMM_SELF):
                 comm.Set_errhandler(module.ERRORS_RETURN)
         level = module.Query_thread()
@@ -241,14 +249,26 @@ def _initialize(module: Any) -> None:
         raise module.Exception(code)
 
 
-def _nobody_comes(seconds: float) -> None:
-    sys.stderr.write(
-        f"collective: RendezvousError: mpi: MPI_Init has waited {seconds:g} s for the other "
-        "ranks; not all processes that mpiexec started have called collective.init(). MPI_Init "
-        "cannot be interrupted: the process ends here, with exit code 1.\n"
-    )
-    sys.stderr.flush()
-    os._exit(1)
+def _watch_start(begun: threading.Event, deadline: Deadline, look: Callable[[], object]) -> None:
+    """End the process if MPI_Init waits in vain, which cannot be interrupted."""
+    why = ""
+    while not (why or begun.wait(deadline.at_most(_LOOK_S))):
+        try:
+            look()
+        except CollectiveError as error:
+            why = str(error)
+        if deadline.expired:
+            why = (
+                f"mpi: MPI_Init has waited {deadline.seconds:g} s for the other ranks; not all "
+                "processes that mpiexec started have called collective.init()."
+            )
+    if why and not begun.is_set():
+        sys.stderr.write(
+            f"collective: RendezvousError: {why} MPI_Init cannot be interrupted: the process ends "
+            "here, with exit code 1.\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def enrol(user: User) -> None:

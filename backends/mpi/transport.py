@@ -99,7 +99,7 @@ class MpiTransport(MpiCollectives):
             BackendUnavailableError: there is no MPI library, or ``mpiexec`` belongs to another one.
             RendezvousError: the communicator has another rank or size than the world.
         """
-        module = library.start(deadline)
+        module = library.start(deadline, world.store.check)
         prepare(module)
         original = world.comm if world.comm is not None else module.COMM_WORLD
         _compare(module, world, original)

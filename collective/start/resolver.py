@@ -380,6 +380,11 @@ class _LateStore(WrappedStore):
     def __str__(self) -> str:
         return super().__str__() if self._is_open else "a store that is not open yet"
 
+    def check(self) -> None:
+        # Another thread may be opening the store, and wait for the other ranks in it.
+        if self._is_open:
+            super().check()
+
     def close(self) -> None:
         if self._is_open:
             super().close()

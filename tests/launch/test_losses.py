@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from collective.deadline import Deadline
 from collective.launch.attempts import pause_after, run_attempts, wait
 from tests.support.interpreter import run_python
-from tests.support.launches import DEADLINE_S, Launches, finish, launches
+from tests.support.launches import DEADLINE_S, Launches, finish, launched, launches
 from tests.support.mpi_launches import launch_of, needs
 
 __all__ = ["launches"]  # the fixture
@@ -61,6 +62,20 @@ def test_ranks_learn_at_once_that_another_ended_before_init(launches: Launches) 
     assert done.returncode == 1
     assert "rank 0 of 2 ended before all ranks had met: exit code 0 [rank 1]" in done.stderr
     launches.assert_nothing_left()
+
+
+@needs("mpich")
+def test_rank_that_waits_in_mpi_learns_at_once_that_another_ended(tmp_path: Path) -> None:
+    with launched(tmp_path, launch_of("mpich").python) as launches:
+        script = launches.script("""
+            import collective
+            if rank == 0:
+                sys.exit(0)
+            collective.init(start_timeout=600)
+            """)
+        done = launches.run("-n", "2", "--backend", "mpi", script)
+        assert done.returncode == 1
+        assert "rank 0 of 2 ended before all ranks had met: exit code 0 [rank 1]" in done.stderr
 
 
 def test_min_ranks_lets_ranks_meet_without_one_that_was_killed_before(launches: Launches) -> None:

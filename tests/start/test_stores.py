@@ -358,6 +358,7 @@ def test_late_store_opens_at_first_request_only(tmp_path: Path) -> None:
 
     late = _LateStore(open_store)
     assert "not open" in str(late)
+    late.check()
     late.close()
     assert not opened
     late.set("key", b"value")
