@@ -22,7 +22,7 @@ from typing import Any, Protocol, Self
 
 from collective.deadline import Deadline
 
-from .outcome import Outcome, RankHungError, RanksFailedError
+from .outcome import Outcome, RankDiedError, RankHungError, RanksFailedError
 
 __all__ = ["FunctionJob", "Handle", "Job", "Participant", "Ranks", "Resource", "Starter", "perform"]
 
@@ -74,6 +74,10 @@ class Job(ABC):
     @abstractmethod
     def run(self, participant: Participant) -> Any:
         """Do the part of a rank, and return its result for the program that controls the ranks."""
+
+    def ended(self, rank: int, why: str) -> None:
+        """Tell the other ranks that a rank has died; the controlling program calls this."""
+        return None
 
     def failed(self, participant: Participant, error: BaseException) -> None:
         """Release resources that are of no use after ``error``; its outcome is already recorded."""
@@ -247,7 +251,8 @@ class Ranks:
             loading = Deadline(max(LOAD_S, timeout))
             outcomes = self._ask(lambda handle: handle.load(encoded), loading, "no start")
             if not outcomes:
-                return self._ask(lambda handle: handle.go(), Deadline(timeout), "no result", grace)
+                end = Deadline(timeout)
+                return self._ask(lambda handle: handle.go(), end, "no result", grace, job.ended)
             for rank, handle in self._handles.items():
                 if rank not in outcomes:
                     handle.skip()
@@ -273,12 +278,13 @@ class Ranks:
 
     def _ask(
         self, send: Callable[[Handle], None], limit: Deadline, lack: str,
-        grace: float | None = None,
+        grace: float | None = None, ended: Callable[[int, str], None] = lambda rank, why: None,
     ) -> dict[int, Outcome]:  # fmt: skip
         """Send an order to all ranks, wait until each has answered, and return the outcomes.
 
         Args:
             lack: what an error says of a rank that has not answered at ``limit``.
+            ended: function to call for a rank that has died, and how.
         """
         outcomes: dict[int, Outcome] = {}
         pending: dict[int, Handle] = {}
@@ -298,6 +304,8 @@ class Ranks:
                 del pending[rank]
                 if answer is not None:
                     outcomes[rank] = answer
+                    if isinstance(answer.error, RankDiedError) and pending:
+                        ended(rank, str(answer.error).removeprefix(f"rank {rank}: "))
                     if answer.error is not None and grace is not None:
                         deadline = deadline.within(grace)
         for rank in [rank for rank, handle in self._handles.items() if handle.gone]:

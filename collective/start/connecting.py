@@ -37,7 +37,10 @@ from collective.errors import (
 )
 from collective.request import name_ranks
 
-__all__ = ["connect", "connect_alone", "failing", "joined_by", "tell_ended", "tell_failing"]
+__all__ = [
+    "connect", "connect_alone", "failing", "joined_by", "met", "refuse_ended", "tell_ended",
+    "tell_failing",
+]  # fmt: skip
 
 # Keys of the ranks that have ended, and of the rank whose main thread has failed first.
 _ENDED, _FAILING = "ended", "failing"
@@ -98,7 +101,10 @@ def connect(
         with contextlib.closing(alone):
             return alone.grow(timeout=start_timeout)
     deadline = Deadline(start_timeout)
-    transport, world = _met(kind, world, deadline)
+    if world.launcher == "collective":
+        transport, world = met(kind, world, deadline)
+    else:
+        transport = kind.connect(world, deadline)
     try:
         lineage = Lineage.begin(transport, world, deadline, grace=shrink_grace, min_ranks=min_ranks)
         comm = Communicator(
@@ -224,9 +230,17 @@ class _Ended(NamedTuple):
         return cls(ended, value["hosts"], value["least"])
 
 
-def _met(kind: type[Backend], world: World, deadline: Deadline) -> tuple[Backend, World]:
-    """Return the connected transport, and the world of the ranks that are connected."""
-    if world.launcher != "collective" or world.comm is not None or world.size == 1:
+def met(kind: type[Backend], world: World, deadline: Deadline) -> tuple[Backend, World]:
+    """Connect the ranks of a launcher that calls :func:`tell_ended`.
+
+    Returns:
+        The connected transport, and the world of the ranks that are connected.
+
+    Raises:
+        RendezvousError: a rank has ended, and too few are left to meet without it.
+        Exception: the transport raises it for another reason.
+    """
+    if world.comm is not None or world.size == 1:
         return kind.connect(world, deadline), world
     meeting = _Meeting(world, kind.capabilities.shrinks)
     while True:
@@ -322,8 +336,9 @@ class _Meeting:
         assert verdict is not None
         known = _Ended.of(self._root.store)
         if self._root.rank not in verdict or len(verdict) < known.least or not self._shrinks:
-            # A peer's own exception says more than its exit code.
-            raise error if isinstance(error, PeerFailedError) else self._error(known) from None
+            if isinstance(error, PeerFailedError):
+                raise error  # a peer's own exception says more than its exit code
+            raise self._error(known) from None
         local = [r for r in verdict if known.hosts[r] == known.hosts[self._root.rank]]
         self._members = verdict
         self._attempt += 1
@@ -342,12 +357,28 @@ class _Meeting:
         return None if text is None else tuple(json.loads(text))
 
     def _error(self, known: _Ended) -> RendezvousError:
-        gone = {rank: known.ended[rank] for rank in self._members if rank in known.ended}
-        how = ", ".join(f"rank {rank}: {how}" for rank, how in gone.items())
-        if len(gone) == 1:
-            how = how.partition(": ")[2]
-        return RendezvousError(
-            f"rendezvous: {name_ranks(gone)} of {self._root.size} ended before all ranks had met: "
-            f"{how} [rank {self._root.rank}]. The output there says why; every rank has to call "
-            "init(), and to stay until all have met."
-        )
+        return _error(known, self._members, self._root.rank, self._root.size)
+
+
+def refuse_ended(store: Store, rank: int, size: int) -> None:
+    """Raise RendezvousError if :func:`tell_ended` has told that a rank has ended.
+
+    Args:
+        store: store in which the ranks meet.
+        rank, size: number of this rank, and of all ranks.
+    """
+    known = _Ended.of(store)
+    if known.ended:
+        raise _error(known, range(size), rank, size)
+
+
+def _error(known: _Ended, members: Sequence[int], rank: int, size: int) -> RendezvousError:
+    gone = {number: known.ended[number] for number in members if number in known.ended}
+    how = ", ".join(f"rank {number}: {how}" for number, how in gone.items())
+    if len(gone) == 1:
+        how = how.partition(": ")[2]
+    return RendezvousError(
+        f"rendezvous: {name_ranks(gone)} of {size} ended before all ranks had met: {how} [rank "
+        f"{rank}]. The output there says why; every rank has to call init(), and to stay until "
+        "all have met."
+    )

@@ -14,7 +14,7 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from collective.contract.store import Store
@@ -49,7 +49,13 @@ class Card(NamedTuple):
     token: str = ""
 
 
-def call_roll(store: Store, rank: int, card: Card, deadline: Deadline) -> Place:
+def call_roll(
+    store: Store,
+    rank: int,
+    card: Card,
+    deadline: Deadline,
+    look: Callable[[], object] = lambda: None,
+) -> Place:
     """Meet the other members and return this rank's place.
 
     Args:
@@ -57,12 +63,13 @@ def call_roll(store: Store, rank: int, card: Card, deadline: Deadline) -> Place:
         rank: number of this member.
         card: description of this member; this function gives it a token.
         deadline: moment by which all members must have come.
+        look: called repeatedly meanwhile; raises if some member will not come.
 
     Raises:
         RendezvousError: not all members came in time, two members have one rank, or the members
             differ in their number of ranks or in their versions.
     """
-    call = _RollCall(store, rank, card._replace(token=secrets.token_hex(8)), deadline)
+    call = _RollCall(store, rank, card._replace(token=secrets.token_hex(8)), deadline, look)
     call.publish()
     place = call.lead() if rank == 0 else call.follow()
     # A card whose author failed stays: until then the other members must not miss its author. The
@@ -78,11 +85,14 @@ def _card(rank: int) -> str:
 class _RollCall:
     """Roll call of one member; see the module."""
 
-    def __init__(self, store: Store, rank: int, card: Card, deadline: Deadline) -> None:
+    def __init__(
+        self, store: Store, rank: int, card: Card, deadline: Deadline, look: Callable[[], object]
+    ) -> None:
         self.store = store
         self.rank = rank
         self.card = card
         self.deadline = deadline
+        self.look = look
 
     def publish(self) -> None:
         """Publish this member's card."""
@@ -143,6 +153,7 @@ class _RollCall:
 
     def _pause(self, latest: list[Card | None] | None) -> None:
         """Wait a little; raise if another process has this rank, or if the time is over."""
+        self.look()
         own = self._read(self.rank)
         if own is None:  # the leader has come, and has cleaned up
             self.publish()

@@ -25,6 +25,7 @@ from collective.launch.process_starter import ProcessStarter
 from collective.launch.ranks import Job, Participant, Ranks, Starter
 from collective.launch.thread_starter import ThreadStarter
 from collective.start import session
+from collective.start.connecting import met, tell_ended
 from collective.start.file_store import FileStore
 
 from .faults import Fault, FaultyBackend, RankKilled
@@ -110,7 +111,8 @@ class Opening:
         """Connect ``rank`` and return its communicator."""
         world = self.world(rank)
         deadline = Deadline(max(self.timeout, _START_S))
-        backend: Backend = backend_class(self.backend).connect(world, deadline)
+        backend: Backend
+        backend, world = met(backend_class(self.backend), world, deadline)
         lineage = Lineage.begin(backend, world, deadline, grace=self.shrink_grace, min_ranks=1)
         if self.faults:
             backend = FaultyBackend(backend, self.faults)
@@ -164,6 +166,10 @@ class CommunicatorJob(Job):
         if not self.shared:
             participant.leave()
         return value
+
+    def ended(self, rank: int, why: str) -> None:
+        size = self.opening.size
+        tell_ended(FileStore(self.opening.directory), {rank: why}, [0] * size, size)
 
     def failed(self, participant: Participant, error: BaseException) -> None:
         comm = participant.kept.pop(self.opening, None)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
+from collective.start.connecting import refuse_ended, tell_ended
 from collective.start.memory_store import MemoryStore
 from collective.start.met_ranks import Place
 from collective.start.roll_call import Card, call_roll
@@ -108,3 +110,12 @@ def test_meeting_leaves_no_cards() -> None:
     call(store, CARD, CARD)
     assert store.try_get("card-0") is None
     assert store.try_get("card-1") is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_member_learns_that_another_has_ended(rank: int) -> None:
+    store = MemoryStore()
+    tell_ended(store, {2: "the actor has died"}, [0] * 3, least=3)
+    look = partial(refuse_ended, store, rank, 3)
+    with pytest.raises(RendezvousError, match=r"rank 2 of 3 ended .* the actor has died \[rank"):
+        call_roll(store, rank, CARD._replace(size=3), Deadline(600.0), look)

@@ -6,6 +6,7 @@ import importlib
 import os
 import socket
 import weakref
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -15,13 +16,14 @@ from collective.launch.actor_calls import ActorCalls
 from collective.platform import boot_id
 from collective.start.config import load, secret_of
 from collective.start.config import settings as collective_settings
+from collective.start.connecting import refuse_ended, tell_ended
 from collective.start.met_ranks import connect_met
 from collective.start.ray_store import RayStore
 from collective.start.rendezvous import Endpoint
 from collective.start.roll_call import Card, call_roll
 from collective.start.sealed_store import seal
 
-__all__ = ["ActorGroup", "forget", "group_with", "host_id", "meet_actors"]
+__all__ = ["ActorGroup", "forget", "group_with", "host_id", "meet_actors", "tell_dead"]
 
 # Untyped, because mypy also runs where Ray is not installed.
 _Base: Any = importlib.import_module(
@@ -125,7 +127,8 @@ def meet_actors(
     deadline = Deadline(load({"rank": 0, "size": 1}).start_timeout)
     if rank == 0:
         forget(name)  # also the keys of ranks that met here, and then failed to connect
-    place = call_roll(seal(roll, secret), rank, _card(size, context), deadline)
+    look = partial(refuse_ended, _store(_ends_of(name)), rank, size)
+    place = call_roll(seal(roll, secret), rank, _card(size, context), deadline, look)
     keys = _store(f"{name}/{place.job}")
     toward = _control_service(context)
     comm = connect_met(place, seal(keys, secret), secret, toward, **settings)
@@ -143,9 +146,26 @@ def meet_actors(
     return comm
 
 
-def forget(name: str) -> None:
-    """Delete all keys of a name under which processes have met."""
+def tell_dead(name: str, rank: int, size: int, why: str) -> None:
+    """Tell the processes that still meet under a name that one of them has ended."""
+    tell_ended(_store(_ends_of(name)), {rank: why}, [0] * size, size)
+
+
+def _ends_of(name: str) -> str:
+    """Return the name for what :func:`tell_dead` tells, which rank 0 does not delete at first."""
+    return f"{name}-ends"
+
+
+def forget(name: str, *, ends: bool = False) -> None:
+    """Delete all keys of a name under which processes have met.
+
+    Args:
+        name: the name.
+        ends: whether to delete what :func:`tell_dead` has told, too.
+    """
     _store(name).delete_all()
+    if ends:
+        _store(_ends_of(name)).delete_all()
 
 
 def _store(name: str) -> RayStore:

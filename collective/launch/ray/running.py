@@ -6,13 +6,14 @@ import contextlib
 import importlib
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from collective.deadline import Deadline
 from collective.errors import InvalidArgumentError, RendezvousError
 from collective.launch.outcome import Outcome, RankDiedError, RanksFailedError
 
-from .group import forget, meet_actors
+from .group import forget, meet_actors, tell_dead
 
 __all__ = ["run"]
 
@@ -105,14 +106,15 @@ def run(
         calls = {
             actor.work.remote(function, args, settings): rank for rank, actor in enumerate(actors)
         }
-        return _results(ray, calls, size, size if min_ranks is None else min_ranks)
+        least = size if min_ranks is None else min_ranks
+        return _results(ray, calls, size, least, partial(tell_dead, name))
     finally:
         for actor in actors:
             ray.kill(actor)
         if group is not None:
             placement.remove_placement_group(group)
         with contextlib.suppress(RendezvousError):  # Ray itself has ended
-            forget(name)
+            forget(name, ends=True)
 
 
 class _Rank:
@@ -162,7 +164,9 @@ def _listed(amounts: Mapping[str, float]) -> str:
     return ", ".join(shown) or "nothing"
 
 
-def _results(ray: Any, calls: dict[Any, int], size: int, least: int) -> list[Any]:
+def _results(
+    ray: Any, calls: dict[Any, int], size: int, least: int, tell: Callable[[int, int, str], object]
+) -> list[Any]:
     """Return the ranks' results, or raise as soon as too many ranks have failed.
 
     Args:
@@ -170,6 +174,8 @@ def _results(ray: Any, calls: dict[Any, int], size: int, least: int) -> list[Any
         calls: ranks by the references of their calls.
         size: number of ranks.
         least: number of ranks that must be left.
+        tell: function that tells the ranks that still meet of a rank that has died, of how many
+            ranks, and how.
     """
     outcomes: dict[int, Outcome] = {}
     grace: Deadline | None = None
@@ -178,11 +184,14 @@ def _results(ray: Any, calls: dict[Any, int], size: int, least: int) -> list[Any
         for reference in ray.wait(list(calls), timeout=patience)[0]:
             rank = calls.pop(reference)
             outcomes[rank] = _outcome(ray, reference, rank)
+            if isinstance(error := outcomes[rank].error, RankDiedError):
+                with contextlib.suppress(RendezvousError):  # Ray itself has ended
+                    tell(rank, size, str(error))
         failed = sum(outcome.error is not None for outcome in outcomes.values())
         if grace is None and size - failed < least:
             grace = Deadline(_GRACE_S)
-    if grace is not None and (error := RanksFailedError.of(outcomes, size)) is not None:
-        raise error
+    if grace is not None and (failure := RanksFailedError.of(outcomes, size)) is not None:
+        raise failure
     ordered = (outcomes[rank] for rank in range(size))
     return [outcome.value if outcome.error is None else outcome.error for outcome in ordered]
 
