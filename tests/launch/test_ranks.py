@@ -244,7 +244,7 @@ def test_ranks_may_write_more_than_a_pipe_holds(kept: dict[str, Ranks]) -> None:
 def test_rank_that_connects_and_says_nothing_does_not_hold_up_the_start() -> None:
     program = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); "
     command = [sys.executable, "-c", f"{program} s.recv(1)"]
-    starter = CommandStarter(1, lambda address: [([*command, address], {})], patience=1.0)
+    starter = CommandStarter(1, lambda address: [([*command, address], {})], patience=0.5)
     with pytest.raises(BackendUnavailableError, match="0 of 1 ranks have started"):
         starter.start([0])
 
