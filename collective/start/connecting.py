@@ -29,12 +29,7 @@ from collective.contract.world import World
 from collective.deadline import Deadline
 from collective.elastic.joining import Joiner
 from collective.elastic.lineage import OF_PEERS, Lineage
-from collective.errors import (
-    CommunicatorAbortedError,
-    ConfigError,
-    PeerFailedError,
-    RendezvousError,
-)
+from collective.errors import ConfigError, PeerFailedError, RendezvousError
 from collective.request import name_ranks
 
 __all__ = [
@@ -47,8 +42,6 @@ _ENDED, _FAILING = "ended", "failing"
 # Time between two looks at that key, and the time that the launcher has to tell of a rank whose
 # loss the other ranks have noticed by themselves.
 _LOOK_S, _WORD_S = 0.2, 1.0
-# Errors by which a transport reports the loss of a peer.
-_LOSS = CommunicatorAbortedError
 # How often each rank of a job has met the others in this process. Ranks may be threads.
 _meetings: Counter[tuple[str, int]] = Counter()
 
@@ -248,7 +241,7 @@ def met(kind: type[Backend], world: World, deadline: Deadline) -> tuple[Backend,
         try:
             transport = kind.connect(replace(meeting.world, store=watched), deadline)
         except OF_PEERS as error:
-            meeting.go_on(error)
+            meeting.go_on(error, deadline)
             continue
         finally:
             watched.release()
@@ -260,7 +253,7 @@ def met(kind: type[Backend], world: World, deadline: Deadline) -> tuple[Backend,
             raise
         # Another rank has learned of the loss before it was connected.
         transport.close()
-        meeting.go_on(None)
+        meeting.go_on(None, deadline)
 
 
 class _Meeting:
@@ -314,19 +307,19 @@ class _Meeting:
             if not self._over:
                 raise self._error(known)
 
-    def go_on(self, error: Exception | None) -> None:
+    def go_on(self, error: Exception | None, deadline: Deadline) -> None:
         """Begin the next attempt, with the ranks that are left.
 
         Args:
             error: the reason why this rank is not connected; None if it is.
+            deadline: moment by which the ranks must have met.
 
         Raises:
             Exception: ``error``, if no rank has ended.
             RendezvousError: too few ranks are left, or the transport cannot connect them.
         """
         # The transport may have noticed a loss before the launcher has told of it.
-        lost = isinstance(error, _LOSS) or isinstance(error and error.__cause__, _LOSS)
-        word = Deadline(_WORD_S if lost else 0.0)
+        word = deadline.within(_WORD_S)
         while (verdict := self._verdict()) is None and not word.expired:
             with contextlib.suppress(RendezvousError):
                 self.look()
