@@ -135,9 +135,10 @@ def in_mpi_world(settled: Config) -> bool:
     launched = settled.launched
     if launched is None or (launched.rank, launched.size) != (settled.rank, settled.size):
         return False
-    # With --mpi, srun starts MPI ranks, and sets the variables that MPI needs.
-    by_srun = launched.launcher == "slurm" and bool({"PMI_RANK", "PMIX_RANK"} & set(os.environ))
-    return launched.launcher in MPI_LAUNCHERS or by_srun
+    # These launchers start MPI ranks only on request, and then set the variables that MPI needs.
+    on_request = launched.launcher in ("slurm", "flux", "jsrun")
+    on_request = on_request and bool({"PMI_RANK", "PMIX_RANK"} & set(os.environ))
+    return launched.launcher in MPI_LAUNCHERS or on_request
 
 
 def installed(package: str) -> bool:

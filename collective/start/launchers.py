@@ -22,7 +22,7 @@ from .network import is_loopback
 __all__ = ["MPI_LAUNCHERS", "Allocation", "Launched", "allocation", "detect", "tasks_per_node"]
 
 #: Launchers whose processes are the ranks of an MPI world.
-MPI_LAUNCHERS = ("openmpi", "mpich", "intelmpi")
+MPI_LAUNCHERS = ("openmpi", "mpich", "intelmpi", "mvapich", "pals")
 
 Environ = Mapping[str, str]
 
@@ -32,8 +32,9 @@ class Launched:
     """Description of this process by its launcher.
 
     Attributes:
-        launcher: ``collective``, ``torchrun``, ``openmpi``, ``intelmpi``, ``mpich`` or
-            ``slurm``.
+        launcher: ``collective``, ``torchrun``, ``deepspeed``, ``kubeflow``, ``openmpi``,
+            ``intelmpi``, ``mpich``, ``mvapich``, ``jsrun``, ``horovod``, ``flux``, ``slurm`` or
+            ``pals``.
         rank: number of this process among all, from 0.
         size: how many processes were launched.
         local_rank: number of this process on its host, from 0.
@@ -78,6 +79,7 @@ def allocation(environ: Environ) -> Allocation | None:
     Raises:
         ConfigError: Slurm's variables are incomplete or contradict each other.
     """
+    environ = _not_empty(environ)
     # Without one of these, the tasks are cores, or another unit of Slurm's configuration.
     if "SLURM_JOB_ID" in environ and {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & set(environ):
         variables = _Environment("slurm", environ)
@@ -97,16 +99,22 @@ def detect(environ: Environ) -> Launched | None:
     """Return the launcher's description of this process, or None if there was no launcher.
 
     Args:
-        environ: environment variables, such as ``os.environ``.
+        environ: environment variables, such as ``os.environ``. Empty variables count as unset.
 
     Raises:
-        ConfigError: a launcher's variables are incomplete or contradict each other.
+        ConfigError: a launcher's variables are incomplete or contradict each other, or belong to
+            a launcher that does not tell its processes their place.
     """
+    environ = _not_empty(environ)
     for read in _READERS:
         launched = read(environ)
         if launched is not None:
             return launched
     return None
+
+
+def _not_empty(environ: Environ) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if value.strip()}
 
 
 class _Number(NamedTuple):
@@ -130,41 +138,138 @@ def _collective(environ: Environ) -> Launched | None:
 
 
 def _torchrun(environ: Environ) -> Launched | None:
-    variables = _Environment("torchrun", environ)
+    """Read the variables of torchrun and of the launchers that set the same ones.
+
+    DeepSpeed's launcher names the number of local ranks ``LOCAL_SIZE``. Kubeflow's PyTorchJob sets
+    no local variables, since each of its pods has one process.
+    """
+    deepspeed = "LOCAL_SIZE" in environ and "LOCAL_WORLD_SIZE" not in environ
+    variables = _Environment("deepspeed" if deepspeed else "torchrun", environ)
     if not variables.any("RANK", "WORLD_SIZE"):
         return None
     ranks = local = variables.numbers("RANK", "WORLD_SIZE")
     address = environ.get("MASTER_ADDR", "")
+    # A group is the set of processes of one agent. Only an agent counts the hosts.
+    counts = "GROUP_WORLD_SIZE|CROSS_SIZE"
+    hosts = variables.number(counts).number if variables.any(*counts.split("|")) else None
     # Programs that set RANK and WORLD_SIZE themselves often omit the two local variables.
-    if variables.any("LOCAL_RANK", "LOCAL_WORLD_SIZE") or not is_loopback(address or "localhost"):
-        local = variables.numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if variables.any("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        local = variables.numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE|LOCAL_SIZE")
+    elif ranks[1].number > 1 and not is_loopback(address or "localhost"):
+        variables.launcher = "kubeflow"
+        local, hosts = _alone_in_pod(variables, address), ranks[1].number
     # An elastic agent restarts its processes within one run. Each restart is another job.
     run = environ.get("TORCHELASTIC_RUN_ID"), environ.get("TORCHELASTIC_RESTART_COUNT")
     endpoint = f"{address}:{environ['MASTER_PORT']}" if "MASTER_PORT" in environ else _process()
-    # A group is the set of processes of one agent. Only an agent counts the hosts.
-    hosts = variables.number("GROUP_WORLD_SIZE").number if "GROUP_WORLD_SIZE" in environ else None
     return variables.launched([*ranks, *local], variables.job(*run, endpoint), hosts)
 
 
-def _openmpi(environ: Environ) -> Launched | None:
-    variables = _Environment("openmpi", environ)
-    if not variables.any("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
-        return None
-    names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    launch = environ.get("PMIX_NAMESPACE") or _process("prterun", "prted", "orted", "mpirun")
-    return variables.launched(variables.numbers(*names), variables.job(launch))
+def _alone_in_pod(variables: _Environment, address: str) -> list[_Number]:
+    """Return the local numbers of a process that is the only one in its pod of Kubernetes.
+
+    Raises:
+        ConfigError: the process may be one of several on its host.
+    """
+    processes = variables.environ.get("PET_NPROC_PER_NODE", "")
+    if variables.any("KUBERNETES_SERVICE_HOST", "PET_NODE_RANK", "PET_NNODES") and not (
+        processes.isdecimal() and int(processes) > 1
+    ):
+        return [_Number(0, "local rank in the pod"), _Number(1, "processes in the pod")]
+    if processes.isdecimal():
+        raise ConfigError(
+            f"launcher kubeflow: PET_NPROC_PER_NODE={processes} processes in each pod, but "
+            "LOCAL_RANK and LOCAL_WORLD_SIZE are not set. Start the script with torchrun, which "
+            "reads the PET_ variables and starts the processes of a pod."
+        )
+    raise ConfigError(
+        f"launcher torchrun: RANK and WORLD_SIZE are set, with MASTER_ADDR={address}, which may "
+        "be another host, but LOCAL_RANK and LOCAL_WORLD_SIZE are not set. They are needed to "
+        "know which ranks share a host. With one process on each host, as in the pods of "
+        "Kubeflow's PyTorchJob, set LOCAL_RANK=0 and LOCAL_WORLD_SIZE=1."
+    )
 
 
 def _hydra(environ: Environ) -> Launched | None:
     """Read the variables of Hydra, the process manager of MPICH and Intel MPI."""
     uuid = environ.get("I_MPI_HYDRA_UUID")
     variables = _Environment("intelmpi" if uuid else "mpich", environ)
+    # Other process managers, such as srun --mpi=pmi2, set PMI_RANK and PMI_SIZE as well.
+    if not variables.any("MPI_LOCALRANKID", "MPI_LOCALNRANKS"):
+        return None
     if not variables.any("PMI_RANK", "PMI_SIZE"):
         return None
-    if "SLURM_STEP_ID" in environ and not variables.any("MPI_LOCALRANKID", "MPI_LOCALNRANKS"):
-        return None  # srun --mpi=pmi2 sets these two as well; _slurm() reads its other variables
     identity = variables.numbers("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     return variables.launched(identity, variables.job(uuid or _process("hydra_pmi_proxy")))
+
+
+def _flux(environ: Environ) -> Launched | None:
+    variables = _Environment("flux", environ)
+    if not variables.any("FLUX_TASK_RANK"):
+        return None
+    ranks = variables.numbers("FLUX_TASK_RANK", "FLUX_JOB_SIZE")
+    local_rank, nodes = variables.numbers("FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES")
+    # Flux does not tell the number of tasks on this node. It gives each node as many, if it can.
+    size = ranks[1].number
+    if nodes.number == 0 or size % nodes.number:
+        raise ConfigError(
+            f"launcher flux: FLUX_JOB_SIZE={size} tasks on FLUX_JOB_NNODES={nodes.number} nodes, "
+            "which cannot each have as many. Flux does not tell how many tasks a node has. Start "
+            "as many on each node: flux run --tasks-per-node=N."
+        )
+    here = _Number(size // nodes.number, "FLUX_JOB_SIZE / FLUX_JOB_NNODES")
+    job_id = environ.get("FLUX_JOB_ID_PATH") or environ.get("FLUX_JOB_ID")
+    launch = [job_id, environ.get("FLUX_URI")] if job_id else [_process("flux-shell")]
+    return variables.launched([*ranks, local_rank, here], variables.job(*launch), nodes.number)
+
+
+class _Family(NamedTuple):
+    """Launcher that sets four variables for rank, size, local rank and local size.
+
+    Attributes:
+        launcher: name of the launcher.
+        names: the four variables; ``A|B`` stands for the first of the two that is set.
+        launch: variables that name the launch.
+        managers: programs that start the ranks of a host, where no variable names the launch.
+    """
+
+    launcher: str
+    names: tuple[str, str, str, str]
+    launch: tuple[str, ...]
+    managers: tuple[str, ...]
+
+    def __call__(self, environ: Environ) -> Launched | None:
+        """Read the variables; return None if there are none of this launcher."""
+        variables = _Environment(self.launcher, environ)
+        if not variables.any(*(name for name in self.names[:2] if not name.startswith("PMI_"))):
+            return None
+        launch = [environ[name] for name in self.launch if name in environ]
+        job = variables.job(*(launch or [_process(*self.managers)]))
+        return variables.launched(variables.numbers(*self.names), job)
+
+
+def _four(prefix: str) -> tuple[str, str, str, str]:
+    return f"{prefix}RANK", f"{prefix}SIZE", f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE"
+
+
+_OPENMPI = _Family(
+    "openmpi", _four("OMPI_COMM_WORLD_"), ("PMIX_NAMESPACE",),
+    ("prterun", "prted", "orted", "mpirun"),
+)  # fmt: skip
+_MVAPICH = _Family("mvapich", _four("MV2_COMM_WORLD_"), (), ("mpispawn",))
+_MVAPICH_3 = _Family("mvapich", _four("MVP_COMM_WORLD_"), (), ("mpispawn",))
+_JSRUN = _Family("jsrun", _four("JSM_NAMESPACE_"), ("PMIX_NAMESPACE",), ("jsmd",))
+_HOROVOD = _Family(
+    "horovod", _four("HOROVOD_"),
+    ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"), ("horovodrun",),
+)  # fmt: skip
+_PALS = _Family(
+    "pals",
+    (
+        "PALS_RANKID", "PMI_SIZE|PALS_SIZE", "PALS_LOCAL_RANKID|PMI_LOCAL_RANK",
+        "PALS_LOCAL_SIZE|PMI_LOCAL_SIZE",
+    ),
+    ("PALS_APID",), ("palsd",),
+)  # fmt: skip
 
 
 def _slurm(environ: Environ) -> Launched | None:
@@ -186,12 +291,51 @@ def _slurm(environ: Environ) -> Launched | None:
     )
 
 
+def _unknown(environ: Environ) -> Launched | None:
+    """Refuse the variables of launchers that do not tell a process its whole place.
+
+    Without this reader, each of their processes would be the only rank of a world of its own.
+    """
+    if "SLURM_STEP_ID" in environ:
+        return None  # the shell of an interactive salloc, which srun has started
+    if {"PMI_RANK", "PMI_SIZE"} & environ.keys():
+        variables = _Environment("mpich", environ)
+        rank, size = variables.numbers("PMI_RANK", "PMI_SIZE")
+        if size.number == 1:
+            return variables.launched([rank, size, rank, size], None)
+        raise ConfigError(
+            f"launcher mpich: PMI_RANK={rank.number} and PMI_SIZE={size.number} are set, but "
+            "MPI_LOCALRANKID and MPI_LOCALNRANKS are not, as under mpiexec.gforker. Use "
+            "mpiexec.hydra or `collective run`. Or set both; on one host to the values of PMI_RANK "
+            "and PMI_SIZE."
+        )
+    for name, value in environ.items():
+        if name in _PARTIAL or re.fullmatch(r"[A-Z0-9_]+_COMM_WORLD_(RANK|SIZE)", name):
+            raise ConfigError(
+                f"launcher {_PARTIAL.get(name, 'unknown')}: {name}={value} shows that it started "
+                "this process, but no variable that is known here tells rank, size, local rank "
+                "and local size. Use mpiexec, srun, torchrun or `collective run`. Or set RANK, "
+                "WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in each process."
+            )
+    return None
+
+
+# Variables of launchers that do not tell their processes how many there are on this host.
+_PARTIAL = {"PMIX_RANK": "prun (PMIx)", "ALPS_APP_PE": "aprun", "MPT_LRANK": "mpiexec_mpt"}
+
 _READERS: tuple[Callable[[Environ], Launched | None], ...] = (
     _collective,
     _torchrun,
-    _openmpi,
+    _OPENMPI,
     _hydra,
+    _MVAPICH,
+    _MVAPICH_3,
+    _JSRUN,
+    _HOROVOD,
+    _flux,
     _slurm,
+    _PALS,  # after srun, which sets variables of PALS with --mpi=cray_shasta
+    _unknown,
 )
 
 
@@ -205,7 +349,10 @@ class _Environment:
     def any(self, *names: str) -> bool:
         return any(name in self.environ for name in names)
 
-    def number(self, name: str) -> _Number:
+    def number(self, names: str) -> _Number:
+        """Return the number in a variable; ``A|B`` stands for the first of the two that is set."""
+        name, *others = names.split("|")
+        name = next((other for other in (name, *others) if other in self.environ), name)
         text = self.environ.get(name)
         if text is None:
             raise ConfigError(

@@ -1,7 +1,8 @@
 """Place of this process under each launcher, and the store where its ranks meet.
 
 The variables are from real launches with Intel MPI 2021.18, Open MPI 5.0.11, MPICH 5.0.2 and
-torchrun of PyTorch 2.13. The variables of Slurm are from logs that users published.
+torchrun of PyTorch 2.13. The variables of Slurm are from logs that users published, and those of
+the launchers in OTHERS from their documentation and sources.
 """
 
 from __future__ import annotations
@@ -143,6 +144,41 @@ ALL = {
     "slurm": SRUN,
 }
 
+PET = {"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto"}
+KUBEFLOW = {
+    "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1", "WORLD_SIZE": "2",
+}  # fmt: skip
+DEEPSPEED = {
+    "CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "RANK": "1",
+    "MASTER_ADDR": "node1", "MASTER_PORT": "29500", "WORLD_SIZE": "2",
+}  # fmt: skip
+FLUX = {
+    "FLUX_JOB_ID": "f2e73NP", "FLUX_JOB_NNODES": "1", "FLUX_JOB_SIZE": "2", "PMI_FD": "9",
+    "FLUX_TASK_LOCAL_ID": "1", "FLUX_TASK_RANK": "1", "PMI_RANK": "1", "PMI_SIZE": "2",
+}  # fmt: skip
+PALS = {
+    "PALS_APID": "5", "PALS_LOCAL_RANKID": "1", "PALS_NODEID": "0", "PALS_RANKID": "1",
+    "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "PMI_RANK": "1", "PMI_SIZE": "2",
+}  # fmt: skip
+
+
+def four(prefix: str) -> dict[str, str]:
+    names = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"
+    return dict(zip((prefix + name for name in names), "1212", strict=True))
+
+
+GFORKER = {"PMI_FD": "3", "PMI_RANK": "1", "PMI_SIZE": "2"}
+MVAPICH = {**four("MV2_COMM_WORLD_"), **GFORKER, "MPISPAWN_ID": "0"}
+OTHERS = {
+    "kubeflow": {**KUBEFLOW, **PET},
+    "deepspeed": DEEPSPEED,
+    "flux": FLUX,
+    "pals": PALS,
+    "mvapich": MVAPICH,
+    "jsrun": {**four("JSM_NAMESPACE_"), "PMIX_NAMESPACE": "7", "PMIX_RANK": "1"},
+    "horovod": {**four("HOROVOD_"), "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"},
+}
+
 
 @pytest.fixture(autouse=True)
 def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,12 +212,14 @@ def detected(environ: Mapping[str, str]) -> Launched:
         ("intelmpi", (1, 2, 1, 2)),
         ("mpich", (1, 2, 1, 2)),
         ("slurm", (6, 7, 2, 3)),
+        ("kubeflow", (1, 2, 0, 1)),
+        *((name, (1, 2, 1, 2)) for name in OTHERS if name != "kubeflow"),
     ],
 )
 def test_detect_reads_place_from_each_launcher(
     launcher: str, expected: tuple[int, int, int, int]
 ) -> None:
-    launched = detected(ALL[launcher])
+    launched = detected((ALL | OTHERS)[launcher])
     assert launched.launcher == launcher
     assert (launched.rank, launched.size, launched.local_rank, launched.local_size) == expected
     assert launched.job
@@ -214,6 +252,43 @@ def test_detect_takes_srun_with_pmi_as_slurm() -> None:
     assert (launched.launcher, launched.local_size) == ("slurm", 3)
 
 
+def test_detect_takes_srun_on_cray_as_slurm() -> None:
+    assert detected({**PALS, **SRUN}).launcher == "slurm"
+
+
+@pytest.mark.parametrize("outer", ["flux", "pals", "mvapich"])
+def test_detect_prefers_mpiexec_inside_another_launcher(outer: str) -> None:
+    assert detected({**OTHERS[outer], **MPICH}).launcher == "mpich"
+
+
+def test_detect_takes_empty_variables_as_unset() -> None:
+    assert detect({"RANK": "", "WORLD_SIZE": " "}) is None
+    assert detected({**OPENMPI, "RANK": "", "WORLD_SIZE": ""}).launcher == "openmpi"
+
+
+def test_detect_takes_process_in_pod_as_the_only_one_there() -> None:
+    in_pod = {**KUBEFLOW, "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    launched = detected(in_pod)
+    assert (launched.local_rank, launched.local_size, launched.hosts) == (0, 1, 2)
+    # A program that sets RANK and WORLD_SIZE itself has several processes in one pod.
+    launched = detected({**in_pod, "MASTER_ADDR": "localhost"})
+    assert (launched.local_rank, launched.local_size) == (1, 2)
+
+
+def test_detect_reads_local_size_of_flux_from_numbers_of_tasks_and_nodes() -> None:
+    launched = detected({**FLUX, "FLUX_JOB_SIZE": "6", "FLUX_JOB_NNODES": "3"})
+    assert (launched.local_size, launched.hosts) == (2, 3)
+
+
+def test_detect_takes_only_process_of_unknown_process_manager_as_alone() -> None:
+    launched = detected({"PMI_RANK": "0", "PMI_SIZE": "1"})
+    assert (launched.size, launched.local_size) == (1, 1)
+
+
+def test_detect_ignores_pmi_in_shell_of_interactive_step() -> None:
+    assert detect({**SALLOC_STEP, **GFORKER, "PMIX_RANK": "0"}) is None
+
+
 def test_detect_takes_mpiexec_in_batch_script_as_mpi() -> None:
     launched = detected({**SBATCH, **MPICH})
     assert launched.launcher == "mpich"
@@ -244,14 +319,20 @@ def test_detect_takes_rank_and_size_by_hand_as_one_host() -> None:
         ({"WORLD_SIZE": "2"}, "RANK"),
         ({**TORCHRUN, "RANK": "2"}, "RANK=2 with WORLD_SIZE=2"),
         ({**TORCHRUN, "RANK": "-1"}, "RANK='-1'"),
-        ({**TORCHRUN, "RANK": ""}, "RANK=''"),
+        ({**TORCHRUN, "RANK": ""}, "RANK is not set"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3 with WORLD_SIZE=2"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"}, "LOCAL_RANK"),
         ({"COLLECTIVE_RANK": "0"}, "COLLECTIVE_SIZE"),
         ({**OURS, "COLLECTIVE_RANK": "4"}, "COLLECTIVE_RANK=4 with COLLECTIVE_SIZE=4"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALRANKID"),
+        (GFORKER, "mpiexec.gforker"),
+        (KUBEFLOW, "PyTorchJob"),
+        ({**KUBEFLOW, "PET_NPROC_PER_NODE": "4"}, "torchrun"),
+        ({**FLUX, "FLUX_JOB_SIZE": "3", "FLUX_JOB_NNODES": "2"}, "--tasks-per-node"),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "a"}, "prun"),
+        ({"ALPS_APP_PE": "1"}, "aprun"),
+        (four("NEW_COMM_WORLD_"), "NEW_COMM_WORLD_RANK=1"),
         ({**MPICH, "PMI_SIZE": "two"}, "PMI_SIZE='two'"),
         ({**SRUN, "SLURM_LOCALID": "3"}, "SLURM_LOCALID=3"),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4x2"}, "SLURM_STEP_TASKS_PER_NODE='4x2'"),
@@ -280,10 +361,16 @@ def test_detect_with_contradictory_variables_names_variable(
         ("intelmpi", {"I_MPI_HYDRA_UUID": "other"}),
         ("slurm", {"SLURM_STEP_ID": "1"}),
         ("slurm", {"SLURM_JOB_ID": "135"}),
+        ("deepspeed", {"MASTER_PORT": "1"}),
+        ("flux", {"FLUX_JOB_ID": "other"}),
+        ("pals", {"PALS_APID": "6"}),
+        ("jsrun", {"PMIX_NAMESPACE": "8"}),
+        ("horovod", {"HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}),
     ],
 )
 def test_job_differs_between_launches(launcher: str, changes: dict[str, str]) -> None:
-    assert detected(ALL[launcher]).job != detected({**ALL[launcher], **changes}).job
+    environ = (ALL | OTHERS)[launcher]
+    assert detected(environ).job != detected({**environ, **changes}).job
 
 
 JOB = "import os; from collective.start.launchers import detect; print(detect(os.environ).job)"
