@@ -13,6 +13,7 @@ and the import is not needed. ``COLLECTIVE_BACKEND`` selects the transport, as f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -51,15 +52,34 @@ def create(given: Any, more: Any = None) -> ProcessGroup:
     """
     from .process_group import ProcessGroup
 
+    rank, size = given.group_rank, given.group_size
+    with contextlib.ExitStack() as opened:
+        if not given.global_ranks_in_group:  # the default group, which comes first
+            where = _where(given.store)
+            opened.callback(session.take_place("init_process_group", rank, size, where))
+        comm = _connected(given)
+        comm.succession.at_end.append(opened.pop_all().close)
+    session.tell_at_exit(comm)
+    return ProcessGroup(comm, given.store)
+
+
+def _where(store: Any) -> str:
+    """Return the address or the file of a store of torch, or an empty text."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if hasattr(store, "host"):
+        return f"{store.host}:{store.port}"
+    return str(getattr(store, "path", ""))
+
+
+def _connected(given: Any) -> Communicator:
     secret = secret_of(settings({}))
     if secret is not None:
         secret = secret.within("torch.distributed", given.group_id)
-    comm = _communicator(
+    return _communicator(
         seal(TorchStore(given.store), secret), secret, given.group_rank, given.group_size,
         given.timeout, list(given.global_ranks_in_group),
     )  # fmt: skip
-    session.tell_at_exit(comm)
-    return ProcessGroup(comm, given.store)
 
 
 def _communicator(

@@ -165,9 +165,8 @@ def _disown(comm: Comm) -> None:
         return
     comm._foreign = (
         f"this process (pid {os.getpid()}) was forked from that of rank {comm.rank} of "
-        f"{comm.size} (pid {os.getppid()}), which alone may use the communicator. Start "
-        "processes with the method 'spawn', or call collective.init() in all children, for "
-        "a communicator of their own."
+        f"{comm.size} (pid {os.getppid()}), which alone may use the communicator. Make calls "
+        "there, or give the children ranks of their own: collective.init(rank=, size=, store=)."
     )
     path.shut()
     path.backend = Closed(path.backend, comm._foreign)  # type: ignore[assignment]

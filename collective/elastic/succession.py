@@ -28,8 +28,8 @@ class Succession:
         joiner: object that joins the ranks, in a process that is alone and waits for them.
         on_next: function that is called with the communicator of the next generation before this
             one closes.
-        owns_store: whether the last generation closes the store in which the ranks met. All
-            generations use the same store.
+        at_end: functions that are called when the last generation closes. One of them closes the
+            store in which the ranks met, which all generations use.
         agreements: number of calls of :func:`agree`.
     """
 
@@ -37,7 +37,7 @@ class Succession:
         self.lineage = lineage
         self.joiner: Joiner | None = None
         self.on_next: Callable[[Any], None] | None = None
-        self.owns_store = False
+        self.at_end: list[Callable[[], None]] = []
         self.agreements = 0
         # Queue of the processes that wait to be let in; None until it is first needed.
         self._arrivals: Arrivals | None = None
@@ -90,7 +90,7 @@ class Succession:
                 want to join.
         """
         successor.on_next = self.on_next
-        successor.owns_store, self.owns_store = self.owns_store, False
+        successor.at_end, self.at_end = self.at_end, []
         if self._arrivals is None:
             return
         self._arrivals = None
@@ -114,7 +114,8 @@ class Succession:
                 arrivals.end()
 
     def close(self) -> None:
-        """End the arrivals, and close the store if no other generation or program uses it."""
+        """End the arrivals, and call the functions in ``at_end``, which a successor takes over."""
         self.end_arrivals()
-        if self.owns_store and self.lineage is not None:
-            self.lineage.root.store.close()
+        at_end, self.at_end = self.at_end, []
+        for function in at_end:
+            function()

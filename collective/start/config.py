@@ -171,6 +171,11 @@ def load(arguments: Mapping[str, object]) -> Config:
         if (found["rank"].value, found["size"].value) == (launched.rank, launched.size):
             found.setdefault("local_rank", Setting(launched.local_rank, origin))
             found.setdefault("local_size", Setting(launched.local_size, origin))
+        elif found["size"].value == 1 < launched.size:
+            # A child of a rank that is alone inherits the variables of `collective run`.
+            for local in ("local_rank", "local_size", "store"):
+                if local in found and found[local].origin == f"environment {_variable(local)}":
+                    del found[local]
     for name, key in KEYS.items():
         found.setdefault(name, Setting(key.default, "default"))
     for local, of_all in (("local_rank", "rank"), ("local_size", "size")):

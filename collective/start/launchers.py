@@ -8,6 +8,8 @@ the inner launcher.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +21,10 @@ from collective.platform import ProcessStatus, process_status
 
 from .network import is_loopback
 
-__all__ = ["MPI_LAUNCHERS", "Allocation", "Launched", "allocation", "detect", "tasks_per_node"]
+__all__ = [
+    "MPI_LAUNCHERS", "Allocation", "Launched", "allocation", "detect", "names_of_place",
+    "tasks_per_node",
+]  # fmt: skip
 
 #: Launchers whose processes are the ranks of an MPI world.
 MPI_LAUNCHERS = ("openmpi", "mpich", "intelmpi", "mvapich", "pals")
@@ -111,6 +116,29 @@ def detect(environ: Environ) -> Launched | None:
         if launched is not None:
             return launched
     return None
+
+
+def names_of_place(rank: int, size: int, where: str) -> list[int]:
+    """Return numbers that stand for a place among ranks, and that no other place has.
+
+    The first number stands for the arguments. If ``where`` comes from a launcher, the others stand
+    for the same place as other variables tell it, since a child may inherit only some of them.
+
+    Args:
+        rank, size: number of this process, and of processes.
+        where: what these processes share: a store, an address, or the name of a launch.
+    """
+    environ = _not_empty(os.environ)
+    same = [f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"]  # of torch and JAX
+    for read in _READERS:
+        with contextlib.suppress(ConfigError):
+            launched = read(environ)
+            if launched is not None and (launched.rank, launched.size) == (rank, size):
+                same.append(launched.job or "")
+    places = [where, *same] if where in same else [where]
+    texts = (f"{rank} {size} {_OF_PARENT.sub('', place)}" for place in places)
+    digests = (hashlib.blake2b(text.encode(), digest_size=7).digest() for text in texts)
+    return [int.from_bytes(digest, "little") for digest in digests]
 
 
 def _not_empty(environ: Environ) -> dict[str, str]:
@@ -222,7 +250,8 @@ def _flux(environ: Environ) -> Launched | None:
     return variables.launched([*ranks, local_rank, here], variables.job(*launch), nodes.number)
 
 
-class _Family(NamedTuple):
+@dataclass(frozen=True)
+class _Family:
     """Launcher that sets four variables for rank, size, local rank and local size.
 
     Attributes:
@@ -301,11 +330,12 @@ def _unknown(environ: Environ) -> Launched | None:
     if {"PMI_RANK", "PMI_SIZE"} & environ.keys():
         variables = _Environment("mpich", environ)
         rank, size = variables.numbers("PMI_RANK", "PMI_SIZE")
-        if size.number == 1:
-            return variables.launched([rank, size, rank, size], None)
+        launch = _process("mpiexec.gforker")  # which starts all processes on this host
+        if size.number == 1 or not _OF_PARENT.fullmatch(launch):
+            return variables.launched([rank, size, rank, size], variables.job(launch))
         raise ConfigError(
             f"launcher mpich: PMI_RANK={rank.number} and PMI_SIZE={size.number} are set, but "
-            "MPI_LOCALRANKID and MPI_LOCALNRANKS are not, as under mpiexec.gforker. Use "
+            "MPI_LOCALRANKID and MPI_LOCALNRANKS are not, which tell the ranks of this host. Use "
             "mpiexec.hydra or `collective run`. Or set both; on one host to the values of PMI_RANK "
             "and PMI_SIZE."
         )
@@ -431,7 +461,7 @@ def _process(*managers: str) -> str:
     """Return id and start time of the process that started all ranks of this host, as a name.
 
     This process is the nearest ancestor with one of the given program names, since a shell may
-    stand between it and the rank. Without such an ancestor it is the parent.
+    stand between it and the rank. Without such an ancestor it is the parent, and the name says so.
     """
     parent = os.getppid()
     pid = parent
@@ -440,7 +470,11 @@ def _process(*managers: str) -> str:
             return f"{pid} {status.started}"
         pid = status.parent
     status = _status(parent)
-    return f"{parent} {status.started if status else ''}"
+    return f"parent {parent} {status.started if status else ''}"
+
+
+# Part of a launch's name that a rank and its children do not share.
+_OF_PARENT = re.compile(r"\bparent [0-9]+ \S*$")
 
 
 def _status(pid: int) -> ProcessStatus | None:

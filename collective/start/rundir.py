@@ -5,23 +5,35 @@ uses the directory holds a shared ``flock`` on it. The kernel drops this lock ho
 ends, so a directory without a lock is a leftover. The first process that joins a leftover
 directory empties it. So a launch that has the name of an earlier one never reads the keys of the
 earlier launch. Any later launch removes leftover directories.
+
+Beside the directories there is the file ``places``, in which each rank locks a byte. Children of a
+rank do not inherit this lock, and the kernel drops it when the rank ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import shutil
 import tempfile
 import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from collective.errors import RendezvousError
 
 from .file_store import FileStore
 
-__all__ = ["RunStore", "join", "leave"]
+__all__ = ["RunStore", "claim", "join", "leave"]
+
+# The file ``places`` of each parent of run directories. It stays open, since a process that closes
+# any descriptor of a file loses all its locks there.
+_files: dict[Path, int] = {}
+# How often this process holds the byte of a file.
+_held: Counter[tuple[int, int]] = Counter()
 
 
 def join(name: str) -> tuple[Path, int]:
@@ -38,14 +50,7 @@ def join(name: str) -> tuple[Path, int]:
         RendezvousError: there is no directory for temporary files, or the parent of the run
             directories belongs to another user or is on a file system without locks.
     """
-    try:
-        parent = Path(tempfile.gettempdir()) / f"collective-{os.geteuid()}"
-    except FileNotFoundError as error:
-        raise RendezvousError(
-            f"run directory: {error.strerror}. Set TMPDIR to a directory that can be written to, "
-            "or COLLECTIVE_STORE to a private directory that all ranks share."
-        ) from error
-    FileStore(parent)  # raises if another user could have created the directory
+    parent = _parent()
     _sweep(parent)
     path = parent / name
     try:
@@ -70,6 +75,68 @@ def join(name: str) -> tuple[Path, int]:
             f"{os.geteuid()}. Set TMPDIR to such a directory, or COLLECTIVE_STORE to a private "
             "directory that all ranks share."
         ) from error
+
+
+def _parent() -> Path:
+    try:
+        parent = Path(tempfile.gettempdir()) / f"collective-{os.geteuid()}"
+    except FileNotFoundError as error:
+        raise RendezvousError(
+            f"run directory: {error.strerror}. Set TMPDIR to a directory that can be written to, "
+            "or COLLECTIVE_STORE to a private directory that all ranks share."
+        ) from error
+    FileStore(parent)  # raises if another user could have created the directory
+    return parent
+
+
+def claim(bytes_: Sequence[int]) -> Callable[[], None]:
+    """Lock bytes of the file ``places`` for this process, and return a function that unlocks them.
+
+    Where there is no place for such a file, nothing is locked.
+
+    Args:
+        bytes_: the bytes. Only the first one must be free; the others are locked if they are.
+
+    Raises:
+        BlockingIOError: another process has locked the first byte.
+    """
+    held: list[tuple[int, int]] = []
+    with contextlib.suppress(RendezvousError, OSError) if bytes_ else contextlib.nullcontext():
+        parent = _parent()
+        if parent not in _files:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            _files[parent] = os.open(parent / "places", flags, 0o600)
+        held = [(_files[parent], byte) for byte in bytes_]
+    taken = [place for place in held if _lock_byte(*place)]
+    if held and held[0] not in taken:
+        _unlock(taken)
+        raise BlockingIOError
+    return functools.partial(_unlock, taken)
+
+
+def _lock_byte(descriptor: int, byte: int) -> bool:
+    """Lock a byte, once more if this process has it; return whether no other process has it."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return True  # a file system without locks
+    _held[descriptor, byte] += 1
+    return True
+
+
+def _unlock(places: Sequence[tuple[int, int]]) -> None:
+    for place in places:
+        _held[place] -= 1
+        if _held[place] == 0:
+            del _held[place]
+            with contextlib.suppress(OSError):
+                fcntl.lockf(place[0], fcntl.LOCK_UN, 1, place[1])
+
+
+# A forked child has none of its parent's locks.
+os.register_at_fork(after_in_child=_held.clear)
 
 
 def leave(path: Path, descriptor: int) -> None:

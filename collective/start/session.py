@@ -26,6 +26,7 @@ from collective.contract.world import World
 from collective.errors import (
     CollectiveError,
     CommunicatorClosedError,
+    ConfigError,
     InvalidArgumentError,
     UnsupportedError,
 )
@@ -35,7 +36,9 @@ from .config import Config, Setting, load
 from .config import settings as collect
 from .connecting import connect, connect_alone, joined_by, tell_failing
 from .keys import KEYS
+from .launchers import names_of_place
 from .resolver import adopt, build, name_libraries, options
+from .rundir import claim
 
 __all__ = [
     "comm_or_current",
@@ -44,6 +47,7 @@ __all__ = [
     "leave_thread",
     "set_current",
     "settings",
+    "take_place",
     "tell_at_exit",
     "thread_world",
 ]
@@ -96,6 +100,7 @@ def init(
             ``size`` or another setting that ``comm`` determines.
         BackendNotFoundError, BackendUnavailableError: the transport does not exist or cannot be
             used here; with ``comm``, MPI connects fewer processes than the launcher started.
+        ConfigError: another process of this host, such as the parent, is this rank already.
         RendezvousError: not all ranks arrived within ``start_timeout``. The text names them.
         CollectiveTimeoutError, ExcludedError: with ``join``, the ranks did not admit this process
             within ``start_timeout``, or they have ended.
@@ -116,23 +121,23 @@ def init(
     settled = load(arguments)
     settled.warn_of_refused()
     name_libraries(settled)
-    if world is None:
-        world, chosen = build(settled), choose(settled)
-    elif comm is not None:
-        world, chosen = adopt(comm, settled, world), choose(settled, "mpi")
-    else:
-        world, chosen = replace(world, options=options(settled)), _of_threads(settled)
-    world = replace(world, options={**world.options, **chosen.options})
-    try:
-        communicator = _connected(world, chosen, settled)
-    except BaseException:
+    with contextlib.ExitStack() as opened:
+        # A process that joins other ranks gets its number from them.
+        if not as_thread and settled.join != "on":
+            opened.callback(take_place("init", settled.rank, settled.size, _where(settled)))
+        if world is None:
+            world, chosen = build(settled), choose(settled)
+        elif comm is not None:
+            world, chosen = adopt(comm, settled, world), choose(settled, "mpi")
+        else:
+            world, chosen = replace(world, options=options(settled)), _of_threads(settled)
+        world = replace(world, options={**world.options, **chosen.options})
         if not as_thread:
-            world.store.close()
-        raise
-    if not as_thread:
-        communicator.succession.owns_store = True
-        if world.launcher == "collective" and settled.join == "off":
-            _Ending.launcher = world.rank, world.store
+            opened.callback(world.store.close)
+        communicator = _connected(world, chosen, settled)
+        communicator.succession.at_end.append(opened.pop_all().close)
+    if not as_thread and world.launcher == "collective" and settled.join == "off":
+        _Ending.launcher = world.rank, world.store
     set_current(communicator)
     _see_to(communicator)
     dump_on_signal(settled.dump_signal)
@@ -164,6 +169,46 @@ def _connected(world: World, chosen: Choice, settled: Config) -> Communicator:
         return alone
     with contextlib.closing(alone):
         return alone.grow(timeout=settled.start_timeout)
+
+
+def _where(settled: Config) -> str:
+    """Return what the ranks that ``settled`` describes share, for :func:`take_place`."""
+    launched = settled.launched
+    if settled.store is None and launched is not None:
+        numbers = launched.rank, launched.size
+        return (launched.job or "") if numbers == (settled.rank, settled.size) else ""
+    return settled.store or ""
+
+
+def take_place(caller: str, rank: int, size: int, where: str) -> Callable[[], None]:
+    """Take a place among ranks, which no other process may have at the same time.
+
+    The child of a rank inherits the variables of the launcher. With them it would wait for ranks
+    that are connected already, or form a second world with other children.
+
+    Args:
+        caller: name of the function that the program called, for the error.
+        rank, size, where: as for :func:`~.launchers.names_of_place`; if ``where`` is empty, or
+            there is one rank, any number of processes may have the place.
+
+    Returns:
+        A function that gives the place back.
+
+    Raises:
+        ConfigError: another process of this host has the place.
+    """
+    try:
+        return claim(names_of_place(rank, size, where) if where and size > 1 else ())
+    except BlockingIOError:
+        raise ConfigError(
+            f"{caller}: rank {rank} of {size} is another process, which is still connected, and "
+            f"this process (pid {os.getpid()}, child of {os.getppid()}) has the settings of the "
+            "same rank. Perhaps it is a child of that rank. If multiprocessing or a DataLoader "
+            "imported the script here, put the calls of the script behind `if __name__ == "
+            '"__main__":`. To use the library in this process, start it with `collective run`, or '
+            "pass it a place of its own: rank=0 and size=1, or rank=, size= and store= for ranks "
+            "among such processes."
+        ) from None
 
 
 def _see_to(comm: Communicator) -> None:

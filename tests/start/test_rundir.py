@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from collective.errors import RendezvousError
-from collective.start.rundir import RunStore, join, leave
+from collective.start.rundir import RunStore, claim, join, leave
 from tests.support.interpreter import run_python, run_together
 
 
@@ -138,6 +138,44 @@ def test_run_store_holds_directory_until_collected(base: Path) -> None:
     del store
     gc.collect()
     assert not (base / "a").exists()
+
+
+def in_child(function: Callable[[], object]) -> bool:
+    """Return whether ``function`` raises BlockingIOError in a forked child."""
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+        except BlockingIOError:
+            os._exit(7)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_claim_locks_place_until_last_holder_gives_it_back(base: Path) -> None:
+    first, second = claim([5, 6]), claim([5])
+    assert in_child(lambda: claim([5]))
+    assert in_child(lambda: claim([6, 7]))
+    assert not in_child(lambda: claim([7, 6]))
+    first()
+    assert in_child(lambda: claim([5]))
+    second()
+    assert not in_child(lambda: claim([5]))
+
+
+def test_claim_survives_end_of_forked_child_and_of_run_directories(base: Path) -> None:
+    give_back = claim([5])
+    assert not in_child(lambda: claim([8])())
+    RunStore("a")  # sweeps the parent
+    assert in_child(lambda: claim([5]))
+    give_back()
+
+
+def test_claim_without_directory_for_temporary_files_locks_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nothing")
+    claim([5])()
 
 
 def test_run_store_of_parent_survives_forked_child(base: Path) -> None:

@@ -350,6 +350,63 @@ def test_forked_child_exit_keeps_parent_in_communicator(launches):  # noqa: F811
     assert done.stdout.count("sum 2.0") == 2
 
 
+CHILDREN_OF_A_RANK = """
+import multiprocessing, os, subprocess, sys
+import collective, numpy as np
+
+def child(way, **settings):
+    try:
+        with collective.init(start_timeout=20, **settings) as comm:
+            print(way, "joined", comm.rank, "of", comm.size, comm.all_reduce(np.ones(1))[0])
+    except collective.errors.ConfigError as error:
+        assert "rank 1 of 2" in str(error) and "__main__" in str(error), error
+        print(way, "refused")
+
+def program(way, strip=(), shell=""):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(strip)}
+    command = [sys.executable, __file__, way]
+    subprocess.run(["sh", "-c", '"$@"; true', "sh", *command] if shell else command, env=kept)
+
+def process(way):
+    one = multiprocessing.get_context(way).Process(target=child, args=(way,))
+    one.start()
+    one.join()
+
+if sys.argv[1:]:
+    child(sys.argv[1], **{"rank": 0, "size": 1} if sys.argv[1] == "alone" else {})
+elif __name__ == "__main__":
+    server = multiprocessing.get_context("forkserver").Process(target=int)
+    server.start()  # the fork server is older than the communicator
+    server.join()
+    comm = collective.init()
+    if comm.rank == 1:
+        program("program")
+        program("shell", shell="sh")
+        program("torch's variables", ("COLLECTIVE_",))
+        program("our variables", ("RANK", "WORLD_", "LOCAL_", "MASTER_"))
+        program("no variables", ("COLLECTIVE_", "RANK", "WORLD_", "LOCAL_", "MASTER_"))
+        program("alone")
+        for way in ("spawn", "forkserver", "fork"):
+            process(way)
+    comm.barrier()
+    comm.close()
+    program("next world")
+"""
+
+
+def test_init_in_child_of_rank_raises_unless_place_is_free(launches):  # noqa: F811
+    (launches.directory / "children.py").write_text(CHILDREN_OF_A_RANK)
+    done = launches.run("-n", "2", "--backend", "shm", "children.py")
+    assert done.returncode == 0, done.stderr
+    programs = "program", "shell", "torch's variables", "our variables"
+    lines = {
+        *(f"[1] {way} refused" for way in (*programs, "spawn", "forkserver", "fork")),
+        *(f"[1] {way} joined 0 of 1 1.0" for way in ("no variables", "alone")),
+        *(f"[{rank}] next world joined {rank} of 2 2.0" for rank in range(2)),
+    }
+    assert set(done.stdout.splitlines()) == lines
+
+
 def test_sys_exit_inside_with_block_is_a_failure(launches):  # noqa: F811
     script = launches.script(
         """

@@ -22,7 +22,7 @@ from collective.errors import ConfigError, RendezvousError
 from collective.start import choice
 from collective.start.config import load
 from collective.start.file_store import FileStore
-from collective.start.launchers import Launched, detect
+from collective.start.launchers import Launched, detect, names_of_place
 from collective.start.rendezvous import expand, from_environment
 from collective.start.resolver import _LateStore, build
 from collective.start.tcp_store import TcpStore
@@ -326,7 +326,7 @@ def test_detect_takes_rank_and_size_by_hand_as_one_host() -> None:
         ({"COLLECTIVE_RANK": "0"}, "COLLECTIVE_SIZE"),
         ({**OURS, "COLLECTIVE_RANK": "4"}, "COLLECTIVE_RANK=4 with COLLECTIVE_SIZE=4"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
-        (GFORKER, "mpiexec.gforker"),
+        (GFORKER, "MPI_LOCALRANKID"),
         (KUBEFLOW, "PyTorchJob"),
         ({**KUBEFLOW, "PET_NPROC_PER_NODE": "4"}, "torchrun"),
         ({**FLUX, "FLUX_JOB_SIZE": "3", "FLUX_JOB_NNODES": "2"}, "--tasks-per-node"),
@@ -376,11 +376,11 @@ def test_job_differs_between_launches(launcher: str, changes: dict[str, str]) ->
 JOB = "import os; from collective.start.launchers import detect; print(detect(os.environ).job)"
 
 
-def jobs(shell: str, script: str) -> list[str]:
+def jobs(shell: str, script: str, environ: Mapping[str, str] = MPICH) -> list[str]:
     """Return the jobs detected by ranks of a shell's script, in which RANK stands for a rank."""
     done = run(
         shell, "-c", script.replace("RANK", f'"{sys.executable}" -c "{JOB}"'),
-        env={**MPICH, "PATH": os.environ["PATH"]},
+        env={**environ, "PATH": os.environ["PATH"]},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -401,6 +401,32 @@ def test_job_is_shared_by_ranks_in_shells_below_process_manager(tmp_path: Path) 
     manager.symlink_to("/bin/sh")
     a, b = jobs(str(manager), "sh -c 'RANK; true'; sh -c 'RANK; true'; true")
     assert a == b
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_detect_takes_processes_of_gforker_as_those_of_one_host(tmp_path: Path) -> None:
+    manager = tmp_path / "mpiexec.gforker"
+    manager.symlink_to("/bin/sh")
+    a, b = jobs(str(manager), "sh -c 'RANK; true'; RANK; true", GFORKER)
+    assert a == b
+
+
+def test_place_has_one_name_more_for_each_launcher_that_tells_it() -> None:
+    os.environ.update({**OURS, "RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29"})
+    ours = names_of_place(1, 4, OURS["COLLECTIVE_STORE"])
+    for name in OURS:
+        del os.environ[name]
+    launched = detected(os.environ)
+    of_torch = names_of_place(1, 4, launched.job or "")
+    assert set(of_torch) < set(ours)
+    assert ours[0] not in of_torch
+
+
+@pytest.mark.parametrize("place", [(0, 4, "/a"), (1, 3, "/a"), (1, 4, "/b")], ids=str)
+def test_place_given_by_arguments_has_one_name(place: tuple[int, int, str]) -> None:
+    os.environ.update({**OURS, "COLLECTIVE_STORE": "/a"})
+    (name,) = names_of_place(*place)
+    assert name not in names_of_place(1, 4, "/a")
 
 
 # -- worlds ------------------------------------------------------------------------------

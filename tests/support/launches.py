@@ -197,7 +197,8 @@ class Launches:
 
     def run_directories(self) -> list[str]:
         """Return the names of the run directories that exist."""
-        return [path.name for path in self.temporary.glob("collective-*/*")]
+        found = self.temporary.glob("collective-*/*")
+        return [path.name for path in found if path.is_dir()]  # and no file of places
 
 
 def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:

@@ -217,7 +217,7 @@ class Hosts:
     def run_directories(self) -> list[str]:
         """Return the run directories that jobs have left on the hosts."""
         paths = (p for h in self.hosts for p in h.directory.glob("collective-*/*"))
-        return [str(path) for path in paths]
+        return [str(path) for path in paths if path.is_dir()]  # and no file of places
 
     # -- network failures ------------------------------------------------------------------
 

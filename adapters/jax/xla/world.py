@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import Any
 
@@ -9,6 +10,7 @@ from collective.communicator import Communicator
 from collective.contract.store import PrefixedStore
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
+from collective.start import session
 from collective.start.config import load, secret_of, settings
 from collective.start.meeting import meet
 from collective.start.met_ranks import Place, connect_met
@@ -39,6 +41,15 @@ def connect_processes() -> Communicator:
             "Call it before the first use of JAX."
         )
     rank, size = int(state.process_id), int(state.num_processes)
+    where = str(state.coordinator_address or "")
+    with contextlib.ExitStack() as opened:
+        opened.callback(session.take_place("jax.distributed.initialize", rank, size, where))
+        comm = _connected(state, rank, size)
+        comm.succession.at_end.append(opened.pop_all().close)
+    return comm
+
+
+def _connected(state: Any, rank: int, size: int) -> Communicator:
     found = settings({})
     secret = secret_of(found)
     if secret is not None:

@@ -88,6 +88,38 @@ def test_rank_error_reaches_other_ranks_with_traceback(warm_launches: Launches) 
     assert "told" in done.stdout
 
 
+CHILD = """
+import os, subprocess, sys
+import torch, torch.distributed as dist
+import collective, collective.adapters.torch
+
+def refused(function, **named):
+    try:
+        function(**named)
+    except collective.errors.ConfigError as error:
+        assert "is another process" in str(error), error
+        print("refused", flush=True)
+
+if sys.argv[1:]:
+    refused(dist.init_process_group, backend="collective")
+    refused(collective.init)
+else:
+    dist.init_process_group("collective")
+    subprocess.run([sys.executable, __file__, "child"])
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def test_child_of_rank_is_refused_by_plugin_and_by_init(warm_launches: Launches) -> None:
+    (warm_launches.directory / "children.py").write_text(CHILD)
+    done = warm_launches.execute(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "children.py"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("refused\n") == 4
+
+
 def python(
     program: str, *paths: Path | str, interpreter: str = sys.executable
 ) -> subprocess.CompletedProcess[str]:
