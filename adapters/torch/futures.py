@@ -212,10 +212,12 @@ class Queue:
     Args:
         name: name of the queue's thread.
         timeout: seconds that :meth:`close` waits for running calls.
+        delivers: whether other ranks need the calls; see :class:`Lane`.
     """
 
-    def __init__(self, name: str, timeout: float) -> None:
+    def __init__(self, name: str, timeout: float, delivers: bool = True) -> None:
         self._lane = Lane(name)
+        self._lane.delivers = delivers
         self._timeout = timeout
         self._inside = threading.local()
 

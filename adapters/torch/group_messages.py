@@ -90,7 +90,8 @@ class GroupMessages:
                     for idle in [k for k, other in self._queues.items() if other.idle]:
                         del self._queues[idle]
                 name = f"collective-torch-{direction}-{peer}-{tag}"
-                turns = self._queues[key] = Queue(name, self._comm.timeout)
+                sends = direction == "send"
+                turns = self._queues[key] = Queue(name, self._comm.timeout, sends)
             work = turns.start(f"{direction}(tag={tag})", run, [tensor])
         return GroupWork([tensor], work, **source)
 

@@ -18,6 +18,7 @@ from collective.contract.waits import (
     CLOSED,
     DROPPED,
     NO_CALL,
+    MessageCall,
     Waiting,
     caller,
     departed,
@@ -397,9 +398,13 @@ class Control:
                         return
                     raise self.failure(what)
                 if self._left:
+                    closed = Failure.closed(self.rank)
+                    # No peer uses the memory of a receive. What this rank has sent stays valid.
+                    if isinstance(what, MessageCall) and what.to is None:
+                        raise closed.error(str(what), self.rank)
                     # Break the communicator first. Otherwise a peer could still use the memory
                     # that the caller gets back.
-                    raise self.broken_by(Failure.closed(self.rank), what)
+                    raise self.broken_by(closed, what)
                 if now >= check_at:
                     check_at = now + _CHECK_PEERS_S
                     self._check_peers(ready, awaited, what, all_needed, deadline)

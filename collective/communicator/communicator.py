@@ -1229,12 +1229,16 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         """
         lifecycle.close(self, Deadline(self.timeout))
 
-    def leave(self) -> None:
+    def leave(self, deadline: Deadline | None = None) -> None:
         """Close the transports of this communicator and its groups, without waiting for a rank.
 
         It is for the end of a process, or of a thread that is a rank. Programs call :meth:`close`.
+
+        Args:
+            deadline: if given, first wait until this moment for the calls in the background that
+                other ranks need.
         """
-        lifecycle.leave(self)
+        lifecycle.leave(self, deadline)
 
     def __enter__(self) -> Self:
         return self

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from collective.contract.backend import Backend
 from collective.contract.failure import Failure
+from collective.contract.work import deliver
 from collective.deadline import Deadline
 from collective.elastic.lineage import Lineage
 from collective.errors import CommunicatorClosedError, PeerFailedError
@@ -143,12 +144,14 @@ def fail(comm: Comm, cause: BaseException | Failure) -> None:
     abort(comm, failure)
 
 
-def leave(comm: Comm) -> None:
+def leave(comm: Comm, deadline: Deadline | None) -> None:
     """Close the transports of ``comm`` and its groups; see ``Communicator.leave``."""
     for child in list(comm._children):
-        leave(child)
+        leave(child, deadline)
     path = comm._path
     if not path.closed:
+        if deadline is not None:
+            deliver((path.lane, *path.lanes.values()), deadline)
         if path.drain is not None:
             path.drain()
         comm._succession.end_arrivals()
@@ -165,8 +168,9 @@ def _disown(comm: Comm) -> None:
         return
     comm._foreign = (
         f"this process (pid {os.getpid()}) was forked from that of rank {comm.rank} of "
-        f"{comm.size} (pid {os.getppid()}), which alone may use the communicator. Make calls "
-        "there, or give the children ranks of their own: collective.init(rank=, size=, store=)."
+        f"{comm.size} (pid {os.getppid()}), which alone may use the communicator. Start "
+        "processes with the method 'spawn', and give them ranks of their own: "
+        "collective.init(rank=, size=, store=)."
     )
     path.shut()
     path.backend = Closed(path.backend, comm._foreign)  # type: ignore[assignment]

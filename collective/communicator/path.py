@@ -519,6 +519,7 @@ class Path(_Gate):
                 for idle in [key for key, lane in self.lanes.items() if lane.idle]:
                     del self.lanes[idle]
             lane = self.lanes[direction] = self.listeners.lane_of_messages(name)
+            lane.delivers = direction[0] == "send"
         return lane
 
     # -- agreement ----------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from collective.deadline import Deadline
@@ -14,7 +14,7 @@ from collective.request import in_thread
 
 from .copying import NotCopied
 
-__all__ = ["Lane", "Work", "all_idle"]
+__all__ = ["Lane", "Work", "all_idle", "deliver"]
 
 T = TypeVar("T")
 
@@ -143,7 +143,10 @@ class Lane:
     Attributes:
         queue: the submitted operations, each with its function; the first one may be running. Other
             modules only read the queue: the lane is idle when it is empty.
+        delivers: whether other ranks need the operations, which is not so if they only receive.
     """
+
+    delivers = True
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -235,6 +238,21 @@ class Lane:
             # Do not call _end(), which sets the event: a thread of the parent process may have held
             # the lock of that event during the fork.
             work._over = True
+
+
+def deliver(lanes: Iterable[Lane] | None, deadline: Deadline) -> None:
+    """Wait for operations that other ranks need, at the end of a program that waits for none.
+
+    Operations that only receive are left alone: nobody will read what they receive, and perhaps no
+    rank sends it.
+
+    Args:
+        lanes: the lanes; None for all of this process.
+        deadline: moment at which to stop waiting.
+    """
+    for lane in list(_lanes if lanes is None else lanes):
+        if lane.delivers:
+            lane.drain(deadline)
 
 
 def all_idle() -> bool:

@@ -6,6 +6,7 @@ import atexit
 import concurrent.futures.thread  # noqa: F401  see _main_ended
 import contextlib
 import functools
+import importlib
 import os
 import sys
 import threading
@@ -22,7 +23,9 @@ from collective.contract.backend import Backend
 from collective.contract.failure import Failure
 from collective.contract.recorder import dump_on_signal
 from collective.contract.store import Store
+from collective.contract.work import deliver
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import (
     CollectiveError,
     CommunicatorClosedError,
@@ -333,7 +336,7 @@ def leave_thread(failure: Failure | None) -> None:
     for comm in getattr(_of_thread, "opened", ()):
         if failure is not None:
             comm.fail(failure)
-        comm.leave()
+        comm.leave(Deadline(comm.timeout) if failure is None else None)
 
 
 def tell_at_exit(comm: Communicator) -> None:
@@ -347,6 +350,11 @@ def tell_at_exit(comm: Communicator) -> None:
         sys.exit = _exit
         before = threading.excepthook
         threading.excepthook = functools.partial(_thread_failed, before)
+    _leave_with_child_process()
+    if "collective.backends.mpi.library" in sys.modules:
+        # Its exit handler, which finalises MPI, must run after this one.
+        atexit.unregister(_leave)
+        atexit.register(_leave)
 
 
 class _Ending:
@@ -384,8 +392,9 @@ def _failed() -> BaseException | str:
 
     The text is empty if neither has.
     """
-    error = getattr(sys, "last_value", None)
-    if isinstance(error, BaseException):
+    # The second one is that of a child of multiprocessing.
+    error = getattr(sys, "last_value", None) or sys.exc_info()[1]
+    if isinstance(error, BaseException) and not (isinstance(error, SystemExit) and not error.code):
         return error
     if _Ending.exit is not None:
         text, outermost, place = _Ending.exit
@@ -398,7 +407,7 @@ def _failed() -> BaseException | str:
 def _tell(why: BaseException | str) -> None:
     """Tell the peers of all open communicators that this rank has failed, if it has."""
     for comm in list(_open):
-        if (isinstance(why, BaseException) or why) and not comm.closed:
+        if why != "" and not comm.closed:
             comm.fail(Failure("failed", comm.rank, why) if isinstance(why, str) else why)
 
 
@@ -431,12 +440,31 @@ def _thread_failed(before: Callable[[Any], object], args: threading.ExceptHookAr
 threading._register_atexit(_main_ended)  # type: ignore[attr-defined]
 
 
+@functools.cache
+def _leave_with_child_process() -> None:
+    """Call :func:`_leave` at the end of a child of multiprocessing, which has no exit handlers."""
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is not None and processes.parent_process() is not None:
+        importlib.import_module("multiprocessing.util").Finalize(None, _leave, exitpriority=0)
+
+
 @atexit.register
 def _leave() -> None:
-    """Report to the peers at exit: an exception that ended the program, or a normal end."""
-    _tell(_failed())
-    for comm in list(_open):
-        comm.leave()
+    """Report to the peers at exit: a failure that ended the program, or a normal end.
+
+    After a normal end, this process first completes what it has begun in the background, as
+    ``close()`` does. A program that has failed waits for nobody.
+    """
+    why = _failed()
+    still_open = [comm for comm in _open if not comm.closed]
+    try:
+        if why != "":
+            _tell(why)
+        elif still_open:
+            deliver(None, Deadline(max(comm.timeout for comm in still_open)))
+    finally:
+        for comm in list(_open):
+            comm.leave()
 
 
 def _forget() -> None:
@@ -446,6 +474,7 @@ def _forget() -> None:
     """
     _open.clear()
     _Ending.exit = _Ending.launcher = None
+    _leave_with_child_process.cache_clear()
     _of_thread.world = None
     _of_thread.opened = []
 

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from collective.contract.work import Lane, Work
+from collective.contract.work import Lane, Work, deliver
 from collective.deadline import Deadline
 from collective.errors import CollectiveError, CollectiveTimeoutError
 from collective.request import in_thread
@@ -121,6 +121,20 @@ def test_lane_close_waits_until_deadline_for_hanging_work():
     for thread in _threads():
         thread.join(FAR_S)
     assert _threads() == []
+
+
+def test_deliver_waits_for_lanes_that_send_and_until_the_deadline(lane):
+    receiving, release = Lane("receiving"), threading.Event()
+    receiving.delivers = False
+    receiving.submit("recv", release.wait)
+    sent = lane.submit("send", lambda: "sent")
+    deliver([receiving, lane], Deadline(60.0))
+    assert sent.done()
+    stuck = lane.submit("send", release.wait)
+    deliver([receiving, lane], Deadline(0.01))
+    assert not stuck.done()
+    release.set()
+    receiving.close(Deadline(60.0))
 
 
 def test_lane_restarts_after_idle_thread_ended(monkeypatch):

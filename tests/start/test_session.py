@@ -350,6 +350,102 @@ def test_forked_child_exit_keeps_parent_in_communicator(launches):  # noqa: F811
     assert done.stdout.count("sum 2.0") == 2
 
 
+# Rank 1 receives when rank 0 is in its exit handlers, or is about to raise.
+UNWAITED = """
+import atexit
+import collective, numpy as np
+
+comm = collective.init()
+big = np.arange(300_000.0)
+if rank == 0:
+    atexit.register(arrive)
+    pending = {"dup": comm.dup, "comm": lambda: comm, "raise": lambda: comm}[sys.argv[1]]()
+    pending.send(big, 1, async_op=True)
+    comm.recv(None, 1, async_op=True)  # which nobody sends
+    if sys.argv[1] == "raise":
+        raise ValueError("its own")
+else:
+    pending = comm.dup() if sys.argv[1] == "dup" else comm
+    if sys.argv[1] != "raise":
+        while not os.path.exists("arrived-0"):
+            time.sleep(0.01)
+        time.sleep(0.3)  # in which a rank that does not wait has gone
+        print("received", pending.recv(None, 0)[-1])
+    try:
+        comm.barrier()
+    except (collective.PeerLostError, collective.PeerFailedError) as error:
+        print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"), [("shm", "comm"), ("shm", "dup"), ("gloo", "comm")], ids=str
+)
+def test_end_of_program_delivers_what_was_sent(launches, backend, kind):  # noqa: F811
+    done = launches.run("-n", "2", "--backend", backend, launches.script(UNWAITED), kind)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "[1] received 299999.0\n[1] PeerLostError\n"
+
+
+def test_failed_program_does_not_wait_for_its_messages(launches):  # noqa: F811
+    done = launches.run("-n", "2", launches.script(UNWAITED), "raise")
+    assert "ValueError: its own" in done.stderr
+    assert done.stdout == "[1] PeerFailedError\n"
+
+
+def test_end_of_thread_delivers_what_was_sent(launches):  # noqa: F811
+    program = """
+        import threading, collective, numpy as np
+        ended = vars(threading).setdefault("ended", threading.Event())
+        comm = collective.init()
+        comm.barrier()
+        if comm.rank == 0:
+            comm.send(np.arange(300_000.0), 1, async_op=True)
+            ended.set()
+        else:
+            ended.wait()
+            print(comm.recv(None, 0)[-1])
+        """
+    (launches.directory / "threads.py").write_text(textwrap.dedent(program))
+    done = launches.run("-n", "2", "--backend", "threads", "threads.py")
+    assert (done.returncode, done.stdout) == (0, "[1] 299999.0\n"), done.stderr
+
+
+def test_end_of_multiprocessing_child_delivers_what_was_sent(tmp_path):
+    (tmp_path / "spawning.py").write_text(
+        textwrap.dedent(
+            """
+            import multiprocessing, sys, collective, numpy as np
+
+            def main(rank, ended):
+                comm = collective.init("shm", rank=rank, size=2, store=sys.argv[1])
+                if rank == 0:
+                    comm.send(np.arange(300_000.0), 1, async_op=True)
+                    ended.set()
+                else:
+                    ended.wait()
+                    print(comm.recv(None, 0)[-1])
+                    try:
+                        comm.barrier()
+                    except collective.PeerLostError as error:
+                        assert "has closed" in str(error), error
+                        print("closed")
+
+            if __name__ == "__main__":
+                context = multiprocessing.get_context("spawn")
+                ended = context.Event()
+                children = [context.Process(target=main, args=(r, ended)) for r in range(2)]
+                for child in children:
+                    child.start()
+                for child in children:
+                    child.join()
+            """
+        )
+    )
+    done = run_python("spawning.py", str(tmp_path / "store"), cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.stdout == "299999.0\nclosed\n", done.stderr
+
+
 CHILDREN_OF_A_RANK = """
 import multiprocessing, os, subprocess, sys
 import collective, numpy as np

@@ -88,6 +88,31 @@ def test_rank_error_reaches_other_ranks_with_traceback(warm_launches: Launches) 
     assert "told" in done.stdout
 
 
+UNWAITED = """
+import atexit
+import torch, torch.distributed as dist
+import collective.adapters.torch
+
+dist.init_process_group("collective")
+if rank == 0:
+    atexit.register(arrive)
+    dist.isend(torch.arange(300_000.0), 1)
+    dist.irecv(torch.zeros(1), 1)  # which nobody sends
+else:
+    while not os.path.exists("arrived-0"):
+        time.sleep(0.01)
+    time.sleep(0.3)  # in which a rank that does not wait has gone
+    x = torch.zeros(300_000)
+    dist.recv(x, 0)
+    print(x[-1].item())
+"""
+
+
+def test_end_of_program_delivers_what_was_sent(warm_launches: Launches) -> None:
+    done = warm_launches.run("-n", "2", warm_launches.script(UNWAITED))
+    assert (done.returncode, done.stdout) == (0, "[1] 299999.0\n"), done.stderr
+
+
 CHILD = """
 import os, subprocess, sys
 import torch, torch.distributed as dist
