@@ -123,18 +123,18 @@ class Shards:
         return self._held[rank]
 
     def seed(self, shard: int, *place: int) -> int:
-        """Return a seed of 63 bits for the random numbers of one shard.
+        """Return a seed of 32 bits for the random numbers of one shard.
 
         It is the same on every rank that may hold the shard. Seed the generators with it before the
-        shard's forward pass, so that dropout does not depend on the rank.
+        shard's forward pass, so that dropout does not depend on the rank. Generators of PyTorch,
+        NumPy and Python take it (``numpy.random.seed`` takes no longer one).
 
         Args:
             shard: number of the shard.
             place: further integers, such as the run's seed and the step.
         """
         text = repr((self.total, shard, *place))
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
     def nodes_of(self, rank: int) -> list[Span]:
         """Return the nodes of the tree that a rank can fold by itself, in order.

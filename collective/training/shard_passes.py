@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from collective.shards import ShardFold, Shards
 
@@ -14,7 +17,34 @@ if TYPE_CHECKING:
     from collective.communicator import Communicator
     from collective.contract.work import Work
 
-__all__ = ["ShardPasses", "StateFold"]
+__all__ = ["Generator", "ShardPasses", "StateFold"]
+
+
+class Generator(NamedTuple):
+    """Functions of a global generator of random numbers.
+
+    Attributes:
+        origin: function that returns an integer which follows from the program's own seed.
+        seed: function that seeds the generator with an integer of 32 bits.
+        save, restore: functions that return and take the generator's state.
+    """
+
+    origin: Callable[[], int]
+    seed: Callable[[int], object]
+    save: Callable[[], Any]
+    restore: Callable[[Any], object]
+
+
+# The first word of both states is a constant after most ways to seed.
+_OF_PYTHON = Generator(
+    lambda: random.getstate()[1][1], random.seed, random.getstate, random.setstate
+)
+_OF_NUMPY = Generator(
+    lambda: int(np.random.get_state(legacy=False)["state"]["key"][1]),
+    np.random.seed,
+    lambda: np.random.get_state(legacy=False),
+    np.random.set_state,
+)
 
 
 class ShardPasses:
@@ -24,9 +54,15 @@ class ShardPasses:
     :class:`~collective.shards.ShardFold`. In the pass of this rank's last shard it also starts the
     reduction of the bucket over the ranks, while later buckets are still computed.
 
+    Before each pass the global generators get a seed that depends on the shard and on the number of
+    the step, so that numbers which a layer or a hook draws do not depend on the rank. A program may
+    seed them once more. After the passes of a step the generators continue as if no pass had drawn
+    from them: otherwise the ranks would draw different numbers in the step of the optimizer.
+
     Args:
         total: number of shards.
         comm: communicator that connects the ranks.
+        generators: generators of the framework; those of Python and NumPy are added.
 
     Attributes:
         comm, shards: the communicator, and the division of the shards among its ranks.
@@ -35,8 +71,11 @@ class ShardPasses:
         running: whether the passes of a step are under way.
     """
 
-    def __init__(self, total: int, comm: Communicator) -> None:
+    def __init__(
+        self, total: int, comm: Communicator, generators: Sequence[Generator] = ()
+    ) -> None:
         self._total = total
+        self._generators = [_OF_PYTHON, _OF_NUMPY, *generators]
         self.rebind(comm)
 
     def rebind(self, comm: Communicator) -> None:
@@ -44,6 +83,9 @@ class ShardPasses:
         self.comm = comm
         self.shards = Shards(self._total, comm)
         self._folds: dict[tuple[int, int, str], ShardFold] = {}
+        # Number of the step, and rank 0's origins. A rank that has joined knows neither.
+        self._step = 0
+        self._origins: list[int] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -54,15 +96,24 @@ class ShardPasses:
         self.running = False
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the shards of this rank, and set ``is_last`` before each of them."""
+        """Yield the shards of this rank, and set ``is_last`` before each of them. Collective."""
         self.begin()
+        if self._origins is None:
+            origins = [generator.origin() for generator in self._generators]
+            self._origins = self.comm.broadcast_object(origins)
+        step, self._step = self._step, self._step + 1
+        states = [generator.save() for generator in self._generators]
         self.running = True
         try:
             for shard in self.shards.mine:
                 self.is_last = shard == self.shards.mine[-1]
+                for generator, origin in zip(self._generators, self._origins):
+                    generator.seed(self.shards.seed(shard, step, origin))
                 yield shard
         finally:
             self.running = False
+            for generator, state in zip(self._generators, states):
+                generator.restore(state)
 
     def __call__(self, bucket: Bucket) -> Work[Any] | None:
         """Add a bucket to its fold; in the last pass also start its reduction."""
@@ -83,49 +134,87 @@ class ShardPasses:
 
 
 class StateFold:
-    """Arrays that the forward passes change, such as the running statistics of batch normalisation.
+    """State that the forward passes change, such as the running statistics of batch normalisation.
 
     The forward pass of every shard begins with the values from before the step. After the step
-    floating-point arrays are the average over all shards, and integers the maximum. So they do not
-    depend on which rank computed a shard, nor on how many shards a rank computed.
+    floating-point values are the average over all shards, and integers the maximum. So they do not
+    depend on which rank computed a shard, nor on how many shards a rank computed. An array or
+    number that no pass has changed stays as it was: an average could round it, or overflow.
 
     Args:
         passes: passes of the shards.
         arrays: the arrays of one framework; they are changed in place.
         stack: function of the framework that joins arrays of one shape along a new first axis.
+        numbers: Python's numbers that are state, too; the caller sets and reads them.
     """
 
     def __init__(
-        self, passes: ShardPasses, arrays: Sequence[Any], stack: Callable[[list[Any]], Any]
-    ) -> None:
+        self, passes: ShardPasses, arrays: Sequence[Any], stack: Callable[[list[Any]], Any],
+        numbers: Sequence[Any] = (),
+    ) -> None:  # fmt: skip
         self._passes = passes
         self._arrays = arrays
         self._stack = stack
         self._before = [copied(array) for array in arrays]
         self._after: list[list[Any]] = [[] for _ in arrays]
+        self.numbers = list(numbers)
+        self._numbers_after: list[list[Any]] = []
 
     def restore(self) -> None:
         """Set the arrays to their values from before the step."""
         for array, before in zip(self._arrays, self._before):
             array[...] = before
 
-    def add(self) -> None:
-        """Keep the arrays as the forward pass of a shard has left them."""
-        for array, after in zip(self._arrays, self._after):
+    def add(self, arrays: Sequence[Any] | None = None, numbers: Sequence[Any] = ()) -> None:
+        """Keep the state as the forward pass of a shard has left it.
+
+        Args:
+            arrays: arrays of the same shapes and dtypes that have taken the place of those of the
+                constructor, if the pass has replaced some.
+            numbers: present values of the numbers.
+        """
+        for array, after in zip(self._arrays if arrays is None else arrays, self._after):
             after.append(copied(array))
+        self._numbers_after.append(list(numbers))
 
     def reduce(self) -> None:
-        """Set the arrays to their fold over all shards. Collective."""
+        """Set the arrays to their fold over all shards, and :attr:`numbers` to theirs. Collective.
+
+        Raises:
+            MismatchError: the ranks have different numbers of arrays.
+        """
+        flags = [any(bool((a != b).any()) for a in after)
+                 for after, b in zip(self._after, self._before)]  # fmt: skip
+        flags.append(any(numbers != self.numbers for numbers in self._numbers_after))
+        comm = self._passes.comm
+        *changed, counted = comm.on_host.all_gather(np.array([flags], np.uint8)).any(axis=0)
+        self.restore()
+        self._reduce_arrays([nth for nth, flag in enumerate(changed) if flag])
+        if counted:
+            # The ranks hold the shards in rank order.
+            rows = [row for rows in comm.all_gather_object(self._numbers_after) for row in rows]
+            self.numbers = [_folded(*column) for column in zip(self.numbers, zip(*rows))]
+
+    def _reduce_arrays(self, chosen: Sequence[int]) -> None:
         averaged = ["float" in str(a.dtype) or "complex" in str(a.dtype) for a in self._arrays]
-        for op, members in (("avg", averaged), ("max", [not floating for floating in averaged])):
-            chosen = [nth for nth, member in enumerate(members) if member]
-            if not chosen:
+        for op, floating in (("avg", True), ("max", False)):
+            members = [nth for nth in chosen if averaged[nth] == floating]
+            if not members:
                 continue
             # A rank without shards passes tables without rows.
             tables = [
                 self._stack([*self._after[n], self._before[n]])[: len(self._after[n])]
-                for n in chosen
+                for n in members
             ]
             folded = self._passes.comm.all_reduce(tables, op=op, order=self._passes.shards)
-            for nth, value in zip(chosen, folded):
+            for nth, value in zip(members, folded):
                 self._arrays[nth][...] = value
+
+
+def _folded(before: Any, values: Sequence[Any]) -> Any:
+    """Return the average of floating-point numbers, or the maximum of integers."""
+    if all(value == before for value in values):
+        return before
+    if any(isinstance(value, float) for value in values):
+        return sum(values) / len(values)
+    return max(values)

@@ -62,8 +62,15 @@ def test_divisions_with_the_same_shards_are_equal() -> None:
 
 def test_seed_differs_by_shard_and_place() -> None:
     shards = Shards(8, _of(0, 1))
-    seeds = {shards.seed(shard, step) for shard in range(8) for step in range(8)}
-    assert len(seeds) == 64
+    seeds = {shards.seed(shard, step) for shard in range(8) for step in range(1000)}
+    assert len(seeds) == 8000
+
+
+def test_seed_fits_the_generator_of_numpy() -> None:
+    shards = Shards(8, _of(0, 1))
+    seeds = [shards.seed(shard, step) for shard in range(8) for step in range(100)]
+    assert 2**31 < max(seeds) < 2**32
+    np.random.RandomState(max(seeds))
 
 
 def test_seed_does_not_depend_on_the_ranks() -> None:

@@ -131,7 +131,7 @@ def _chainer(comm: Any, model: str) -> Any:
 
     def step_of(step: int, kill: Callable[[int], None] | None) -> None:
         def loss_of(shard: int) -> Any:
-            np.random.seed(optimizer.shards.seed(shard, step) % 2**32)
+            np.random.seed(optimizer.shards.seed(shard, step))
             x, y = _samples(optimizer.shards, model, shard, step)
             loss = F.softmax_cross_entropy(net(x), y.astype(np.int32))
             if kill is not None:

@@ -1,7 +1,8 @@
-"""Comparison of the model on all ranks, before each rank computes a part of it.
+"""Comparison of the model on all ranks.
 
 A split over ranks joins results that each rank computes with its own weights. If the weights
-differ, the result belongs to no model, and nothing in the computation detects that.
+differ, the result belongs to no model, and nothing in the computation detects that. Data-parallel
+training with ``check=True`` compares the ranks' replicas by the same functions, after each step.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ def check_layout(comm: Communicator, entries: Sequence[StateEntry], root_fills: 
             )
 
 
-def check_values(comm: Communicator, entries: Sequence[StateEntry], remedy: str) -> None:
+def check_values(
+    comm: Communicator, entries: Sequence[StateEntry], remedy: str, call: str = "Split"
+) -> None:
     """Check that entries which ranks have in common have the same values, bit by bit.
 
     The ranks exchange one digest of all values. If these differ, they exchange a digest of each
@@ -116,9 +119,10 @@ def check_values(comm: Communicator, entries: Sequence[StateEntry], remedy: str)
         comm: ranks that take part.
         entries: values of this rank.
         remedy: sentence that ends the error text.
+        call: beginning of the error text.
 
     Raises:
-        MismatchError: values differ; every rank raises it.
+        MismatchError: values differ; every rank raises it. The text names the first of them.
     """
     lines = [[entry.piece, *entry.layout, digest_of(entry.value)] for entry in entries]
     pieces = list(dict.fromkeys(entry.piece for entry in entries))
@@ -141,7 +145,7 @@ def check_values(comm: Communicator, entries: Sequence[StateEntry], remedy: str)
             ]
             if others:
                 raise MismatchError(
-                    f"Split: the values of {line[1]} on {name_ranks(others)} differ from those on "
+                    f"{call}: the values of {line[1]} on {name_ranks(others)} differ from those on "
                     f"rank {rank} {_place(comm)}. {remedy}"
                 )
 
