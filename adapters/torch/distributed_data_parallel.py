@@ -28,9 +28,16 @@ from .copying import Copyable
 from .dense import InBuckets, dense_weights, is_for
 from .joining import Attendance
 from .passes import BackwardPass, ForwardPass, Passes, leaves_behind, tensors_in, weakly
-from .shard_loop import ShardLoop, refuse_with_shards
+from .shard_loop import ShardLoop, generators_of, refuse_with_shards
 from .synchronous import all_reduce_sparse, broadcast_state, broadcast_tensors, empty_sparse
-from .wrapped import trained_parameters, with_prefix, without_prefix
+from .wrapped import (
+    Snapshot,
+    announce,
+    refuse_max_norm,
+    trained_parameters,
+    with_prefix,
+    without_prefix,
+)
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -118,8 +125,8 @@ class DistributedDataParallel(Copyable):
     """
 
     _of_connection = frozenset((
-        "_attendance", "_gradients", "_in_buckets", "_loop", "_passes", "_sparse", "_trained",
-        "_written",
+        "_attendance", "_gradients", "_hooks", "_in_buckets", "_loop", "_passes", "_snapshot",
+        "_sparse", "_trained", "_written",
     ))  # fmt: skip
 
     @refuses(_TORCHS)
@@ -143,6 +150,8 @@ class DistributedDataParallel(Copyable):
             )  # fmt: skip
         self.module = module
         self.comm = comm_or_current(comm, "DistributedDataParallel")
+        if shards is not None or self.comm.size > 1:
+            refuse_max_norm(module)
         self.find_unused_parameters = find_unused_parameters
         self.broadcast_buffers = broadcast_buffers
         self._static = static_graph
@@ -150,6 +159,7 @@ class DistributedDataParallel(Copyable):
         self._reduce = reduce
         self._shards = shards
         self._sync = True
+        self._hooks: list[Any] = []
         self._connect()
         broadcast_state(module, self.comm)
         untyped: Any = self
@@ -158,9 +168,16 @@ class DistributedDataParallel(Copyable):
 
     def _connect(self) -> None:
         module = self.module
+        for hook in vars(self).get("_hooks", ()):  # of parameters that have changed
+            hook.remove()
         named, self._sparse = trained_parameters(module)
+        self._snapshot = Snapshot(module)
         self._trained = [parameter for _, parameter in named]
-        passes = None if self._shards is None else ShardPasses(self._shards, self.comm)
+        passes = (
+            None
+            if self._shards is None
+            else ShardPasses(self._shards, self.comm, generators_of(module))
+        )
         self._gradients = Gradients(
             self.comm,
             [Parameter(n, tuple(p.shape), str(p.dtype).rpartition(".")[2]) for n, p in named],
@@ -185,12 +202,10 @@ class DistributedDataParallel(Copyable):
             if wrapper is not None:
                 wrapper._arrived(number, parameter)
 
-        untyped: Any
-        for number, untyped in enumerate(self._trained):
-            untyped.register_post_accumulate_grad_hook(functools.partial(arrived, number))
-        sparse_arrived = weakly(self._sparse_arrived)
-        for untyped in self._sparse:
-            untyped.register_post_accumulate_grad_hook(sparse_arrived)
+        hooks: list[tuple[Any, Any]]
+        hooks = [(p, functools.partial(arrived, n)) for n, p in enumerate(self._trained)]
+        hooks += [(parameter, weakly(self._sparse_arrived)) for parameter in self._sparse]
+        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p, hook in hooks]
         self._connected = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,15 +230,19 @@ class DistributedDataParallel(Copyable):
                 f"no_sync() [rank {self.comm.rank} of {self.comm.size}]. With shards= make the "
                 "passes in `for shard in model.each_shard():`."
             )
+        if reduced and self._snapshot.differs():
+            self._follow()
         if reduced and self._loop is None:
             root = 0
             if self._attendance is not None:
                 self._attendance.forward()
                 root = self._attendance.root
             if self.broadcast_buffers:
-                broadcast_tensors(list(self.module.buffers()), self.comm, root)
+                broadcast_tensors(dict(self.module.named_buffers()), self.comm, root)
         with self._in_buckets or contextlib.nullcontext():
             outputs = self.module(*args, **kwargs)
+        if self._loop is not None and self._snapshot.differs():
+            self._follow()  # the pass has changed the parameters, which a loop refuses
         tensors = list(tensors_in(outputs))
         unused: Sequence[int] = ()
         if reduced and self.find_unused_parameters:
@@ -235,6 +254,34 @@ class DistributedDataParallel(Copyable):
                 unused = ()  # a static graph's first pass counts the uses of each parameter
         self._passes.add(tensors, reduced, unused)
         return outputs
+
+    def _follow(self) -> None:
+        """Train the parameters that the module has now.
+
+        Collective, unless parameters have only been renamed.
+
+        Raises:
+            MismatchError: not all ranks have made the same changes; every rank raises it.
+        """
+        changes = self._snapshot.changes()
+        if self._snapshot.replaced_for_a_call:
+            return
+        if changes and self._loop is not None and self._loop.running:
+            self._loop.refuse(f"{changes[0]} in a loop of each_shard()")
+        if changes:
+            announce(self.comm, "DistributedDataParallel", changes)
+        trained = {p for p in self.module.parameters() if p.requires_grad}
+        known = {*self._trained, *self._sparse}
+        # A model that is frozen for a pass, such as the critic in a step of the generator, has
+        # nothing to reduce, and keeps its buckets.
+        may_be_fewer = not trained or self.find_unused_parameters
+        fits = trained <= known if may_be_fewer else trained == known
+        if fits and self._snapshot.has_same_tensors:
+            self._snapshot.take()
+            return
+        self._connect()
+        parameters = {name: p.detach() for name, p in self.module.named_parameters()}
+        broadcast_tensors(parameters, self.comm)
 
     def rebind(self, comm: Communicator) -> None:
         """Continue over another communicator, such as that of the survivors after a loss.
@@ -252,7 +299,7 @@ class DistributedDataParallel(Copyable):
         """
         self.comm = comm
         self._sync = True
-        if self._connected:
+        if self._connected and not self._snapshot.differs():
             self._attendance = None
             self._written.clear()
             self._passes = self._new_passes()
@@ -294,6 +341,9 @@ class DistributedDataParallel(Copyable):
             GradientError: the body made no backward pass, or more than one.
             UnsupportedError: the wrapper was made without ``shards``.
         """
+        self._shard_loop()  # connects a copy
+        if self._snapshot.differs():
+            self._follow()
         return iter(self._shard_loop())
 
     def _shard_loop(self) -> ShardLoop:
@@ -356,7 +406,8 @@ class DistributedDataParallel(Copyable):
             attendance.leave()
             for _ in attendance.rest():
                 if self.broadcast_buffers:
-                    broadcast_tensors(list(self.module.buffers()), self.comm, attendance.root)
+                    buffers = dict(self.module.named_buffers())
+                    broadcast_tensors(buffers, self.comm, attendance.root)
                 self._gradients.shadow()
                 self._reduce_sparse(absent=True)
                 if self.find_unused_parameters:

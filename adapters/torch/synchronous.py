@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,14 +37,25 @@ def broadcast_state(module: nn.Module, comm: Communicator | None = None, root: i
             dtype.
     """
     comm = comm_or_current(comm, "broadcast_state")
-    tensors = [p.detach() for p in module.parameters()]
-    broadcast_tensors([*tensors, *module.buffers()], comm, root)
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    broadcast_tensors({**parameters, **dict(module.named_buffers())}, comm, root)
 
 
-def broadcast_tensors(tensors: list[torch.Tensor], comm: Communicator, root: int = 0) -> None:
-    """Give every rank the values of ``root`` for some tensors, in one message."""
+def broadcast_tensors(
+    tensors: Mapping[str, torch.Tensor], comm: Communicator, root: int = 0
+) -> None:
+    """Give every rank the values of ``root`` for some tensors, in one message.
+
+    The names are a part of the call, so the error that ranks with other tensors get has them.
+    """
+
+    def call(out: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        results = None if out is None else dict(zip(tensors, out))
+        named: dict[str, torch.Tensor] = comm.broadcast(dict(tensors), root=root, out=results)
+        return list(named.values())
+
     if tensors:
-        call_in_place(partial(comm.broadcast, tensors, root=root), tensors)
+        call_in_place(call, list(tensors.values()))
 
 
 def sync_initial_weights(

@@ -39,8 +39,8 @@ def give_root_state(module: nn.Module, comm: Communicator) -> None:
 
     Collective: every rank of ``comm`` calls it, with the same module.
     """
-    values = [entry.value for entry in state_of(module)]
-    broadcast_tensors([value for value in values if value is not None], comm)
+    entries = state_of(module)
+    broadcast_tensors({e.name: e.value for e in entries if e.value is not None}, comm)
 
 
 def follow_root(module: nn.Module, comm: Communicator) -> None:
@@ -70,7 +70,7 @@ class _FollowRoot:
     def __call__(self, layer: nn.Module, args: Any) -> None:
         comm, self._comm = self._comm, None
         if comm is not None:
-            broadcast_tensors([getattr(layer, name).detach() for name in self._names], comm)
+            broadcast_tensors({n: getattr(layer, n).detach() for n in self._names}, comm)
 
     def __deepcopy__(self, memo: Any) -> _FollowRoot:
         return _FollowRoot((), None)
