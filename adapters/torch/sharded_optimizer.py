@@ -8,6 +8,7 @@ optimizations toward training trillion parameter models", SC 2020.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,16 @@ import torch
 
 from collective.communicator.foreign_names import refuses
 from collective.contract.copying import NotCopied
-from collective.errors import InvalidArgumentError, MismatchError, StateLostError
+from collective.errors import (
+    InvalidArgumentError,
+    MismatchError,
+    StateLostError,
+    UnsupportedError,
+)
 from collective.start.session import comm_or_current
 from collective.training import shares
+
+from .wrapped import announce
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -40,7 +48,8 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
 
     Gradients have to be the same on all ranks when :meth:`step` is called, as after a backward pass
     of :class:`DistributedDataParallel`. After the step the parameters are the same on all ranks.
-    The wrapped optimizer must treat each parameter by itself: SGD, Adam, Adagrad, …, not LBFGS.
+    The wrapped optimizer must treat each parameter by itself: SGD, Adam, Adagrad, …, not LBFGS. The
+    constructor tries this with parameters of its own.
 
     Args:
         parameters: parameters, or groups of parameters, as for any optimizer; the same on all
@@ -54,6 +63,8 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
 
     Raises:
         MismatchError: the ranks' parameters differ.
+        UnsupportedError: the optimizer needs a closure, or the update of a parameter depends on the
+            gradients of others, such as their norm.
 
     See Also:
         torch.distributed.optim.ZeroRedundancyOptimizer.
@@ -84,8 +95,10 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         self._has_state = False  # on any rank
         self._local: torch.optim.Optimizer | None = None
         super().__init__(list(parameters), dict(defaults))
+        _refuse_mixing(self._made, self.param_groups[0])
         self._agree()
         self._share_out()
+        self._layout = self._present_layout()
 
     def _share_out(self) -> None:
         """Assign each parameter to a rank, and make the optimizer of this rank's share."""
@@ -140,11 +153,16 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         Args:
             closure: function that recomputes the loss and returns it. It is called once, before the
                 update.
+
+        Raises:
+            MismatchError: the parameters of a rank have changed; every rank raises it, with the
+                name or number of a parameter.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._compare_layout()
         assert self._local is not None
         for group, local in zip(self.param_groups, self._local.param_groups):
             # Schedulers change the options in this optimizer's groups.
@@ -154,6 +172,26 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         self._exchange()
         return loss
 
+    def _present_layout(self) -> list[tuple[bool, torch.dtype, torch.Size]]:
+        """Return what the ranks must have in common about each parameter."""
+        return [(_is_updated(p), p.dtype, p.shape) for p in self._numbers()]
+
+    def _compare_layout(self) -> None:
+        """Check that all ranks have changed their parameters alike since the last step."""
+        before, self._layout = self._layout, self._present_layout()
+        changes = [
+            f"{self._name(number)} is {'' if now[0] else 'not '}updated and of {now[1]}"
+            for number, now in enumerate(self._layout)
+            if number >= len(before) or before[number] != now
+        ]
+        changes += [
+            f"{self._name(number)} was replaced in param_groups"
+            for parameter, number in self._numbers().items()
+            if parameter not in self._owners
+        ]
+        if changes:
+            announce(self._comm, "ShardedOptimizer", changes)
+
     @torch.no_grad()
     def _exchange(self) -> None:
         """Send each rank's updated parameters to all ranks, in one message for each dtype."""
@@ -161,7 +199,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         for dtype in dict.fromkeys(p.dtype for p in parameters):
             owned: list[list[Any]] = [[] for _ in range(self._comm.size)]
             for parameter in parameters:
-                if parameter.dtype is dtype and parameter.requires_grad:
+                if parameter.dtype is dtype and _is_updated(parameter):
                     owned[self._owners[parameter]].append(parameter)
             counts = [sum(p.numel() for p in share) for share in owned]
             own_share = owned[self._comm.rank]
@@ -313,6 +351,49 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
     def _numbers(self) -> dict[Any, int]:
         parameters = [p for group in self.param_groups for p in group["params"]]
         return {parameter: number for number, parameter in enumerate(parameters)}
+
+
+def _is_updated(parameter: torch.Tensor) -> bool:
+    """Return whether an optimizer may update a parameter: a gradient is enough for it."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
+def _refuse_mixing(make: Callable[..., torch.optim.Optimizer], group: Mapping[str, Any]) -> None:
+    """Check that an optimizer needs no closure, and treats each parameter by itself.
+
+    It makes two steps with a small parameter, with and without a second one whose gradient is
+    large. An optimizer that refuses such parameters is not checked.
+    """
+    options = {key: value for key, value in _options(group).items() if key != "param_names"}
+    updated, name = [], "The optimizer"
+    for count in (1, 2):
+        parameters = [torch.ones(2, 2, device="cpu", requires_grad=True) for _ in range(count)]
+        try:
+            optimizer = make([{**options, "params": parameters}])
+            name = type(optimizer).__name__
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            if closure is not None and closure.default is closure.empty:
+                raise TypeError("closure")
+            with torch.random.fork_rng(devices=[]):
+                for _ in range(2):
+                    torch.default_generator.manual_seed(0)
+                    for parameter, size in zip(parameters, (1.0, 1e6)):
+                        parameter.grad = torch.full_like(parameter, size)
+                    optimizer.step()
+        except Exception as error:
+            if "closure" not in str(error):
+                return
+            raise UnsupportedError(
+                f"ShardedOptimizer: {name} needs a closure for its step, which evaluates the loss "
+                "with parameters of other ranks. Use it without ShardedOptimizer."
+            ) from None
+        updated.append(parameters[0].detach())
+    if not torch.allclose(*updated, rtol=1e-3):
+        raise UnsupportedError(
+            f"ShardedOptimizer: {name} updates a parameter by the gradients of other parameters, "
+            "and each rank has only its share of them. Use it without ShardedOptimizer, or clip "
+            "the gradients before step()."
+        )
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

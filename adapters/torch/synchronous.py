@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from collective.errors import InvalidArgumentError
+from collective.errors import InvalidArgumentError, MismatchError
 from collective.memory.overlap import call_in_place
 from collective.start.session import comm_or_current
+from collective.training.elastic_copies import digest_of
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -93,14 +95,24 @@ def sync_gradients(
             ignored.
         comm: communicator that connects the ranks; None: the current communicator.
         op: ``"avg"`` or ``"sum"``.
+
+    Raises:
+        MismatchError: the ranks' parameters differ; every rank raises it.
     """
     comm = comm_or_current(comm, "sync_gradients")
-    everything = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    trained = [parameter for parameter in everything if parameter.requires_grad]
+    if isinstance(parameters, nn.Module):
+        named = list(parameters.named_parameters())
+    else:
+        named = [(f"parameter {number}", p) for number, p in enumerate(parameters)]
+    described = [(n, str(p.dtype), list(p.shape)) for n, p in named if p.requires_grad]
+    trained = [parameter for _, parameter in named if parameter.requires_grad]
     # For each parameter: the number of indexed axes of a sparse gradient, -1 for a dense gradient,
     # None without a gradient.
     kinds_here = [None if p.grad is None else _sparse_dim(p.grad) for p in trained]
-    columns = zip(*comm.all_gather_object(kinds_here))
+    replies = comm.all_gather_object((digest_of(described), kinds_here))
+    if any(digest != replies[0][0] for digest, _ in replies):
+        _refuse_different(comm, comm.all_gather_object(described))
+    columns = zip(*(theirs for _, theirs in replies))
     kinds = [next((kind for kind in column if kind is not None), None) for column in columns]
     dense = []
     for parameter, kind in zip(trained, kinds):
@@ -115,6 +127,25 @@ def sync_gradients(
             parameter.grad = all_reduce_sparse(parameter.grad, comm, op)
     if dense:
         comm.all_reduce(dense, op=op, out=dense)
+
+
+def _refuse_different(comm: Communicator, every: list[Any]) -> None:
+    """Raise an error that names the first parameter in which the ranks differ."""
+    for rank, theirs in enumerate(every):
+        for own, first in zip_longest(theirs, every[0]):
+            if own != first:
+                raise MismatchError(
+                    f"sync_gradients: the ranks' parameters differ: {_described(own)} on rank "
+                    f"{rank}, {_described(first)} on rank 0 [rank {comm.rank} of {comm.size}]. "
+                    "Pass the same parameters on every rank, with the same ones frozen."
+                )
+
+
+def _described(entry: Any) -> str:
+    if entry is None:
+        return "no further parameter"
+    name, dtype, shape = entry
+    return f"{name} {dtype.rpartition('.')[2]}{shape}"
 
 
 def _sparse_dim(grad: torch.Tensor) -> int:

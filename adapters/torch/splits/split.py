@@ -8,7 +8,9 @@ from operator import methodcaller
 from typing import Any
 
 import torch
+from torch import nn
 
+from collective.adapters.torch.wrapped import Snapshot, announce
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, UnsupportedError
 from collective.training.splits.cuts import Cuts, Framework
@@ -142,6 +144,7 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
             batch, channels, data, recompute, halo, inputs, outputs, filters, strict, broadcast
         )
         self._cuts = Cuts(_FRAMEWORK, settings, comm)
+        self._comm = comm
         self.module = module
         self.joined: tuple[str, ...] = ()
         for name, layer in module.named_modules():
@@ -149,14 +152,46 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
             layer.register_forward_pre_hook(partial(_enter, f"{name} ({kind})" if name else kind))
             layer.register_forward_hook(_leave, always_call=True)
         self._filters = self._cuts.prepare(module)
+        self._snapshot: Snapshot | None = None
+        self._compare()
+
+    def _compare(self) -> None:
+        """Follow a change of the parameters that all ranks have made since the last forward pass.
+
+        Raises:
+            MismatchError: not all ranks have made the same changes; every rank raises it.
+            UnsupportedError: a parameter has changed of which each rank has a piece.
+        """
+        if self._comm is None:
+            return
+        if self._snapshot is None:
+            # A module that PyTorch has not initialised yet is compared from its second pass on.
+            if not any(nn.parameter.is_lazy(p) for p in self.module.parameters()):
+                self._snapshot = Snapshot(self.module)
+            return
+        if not self._snapshot.differs() or self._snapshot.replaced_for_a_call:
+            return
+        changes = self._snapshot.changes()
+        if changes:
+            announce(self._comm, "Split", changes)
+        if not self._snapshot.has_same_tensors:
+            if self._filters is not None:
+                raise UnsupportedError(
+                    f"Split: filters='own': {changes[0]} after the Split was made [rank "
+                    f"{self._comm.rank} of {self._comm.size}]. Make another Split, or pass "
+                    "filters='all'."
+                )
+            self._cuts.prepare(self.module)
+        self._snapshot.take()
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the module.
 
         Raises:
             InvalidArgumentError: ``x`` is no tensor of at least two dimensions.
-            MismatchError: with ``COLLECTIVE_CHECK=always``, parameters, buffers or inputs differ
-                between ranks; every rank raises it.
+            MismatchError: not all ranks have made the same changes of parameters since the last
+                pass. With ``COLLECTIVE_CHECK=always``, parameters, buffers or inputs differ between
+                ranks. Every rank raises it.
             ShapeError: ``x`` has fewer data axes than are cut; or a layer gets another number of
                 channels, or fewer rows, than its weights need.
             UnsupportedError: a function cannot take a tensor that is cut; the text names the layer.
@@ -166,6 +201,7 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
             raise InvalidArgumentError(
                 f"Split: {described} as input (expected a tensor of shape (batch, channels, ...))."
             )
+        self._compare()
         result, self.joined = self._cuts.computed(self.module, self._filters, x, args, kwargs)
         return result
 

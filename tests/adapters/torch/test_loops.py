@@ -11,6 +11,8 @@ from torch import nn
 
 import collective
 from collective.adapters.torch import ShardedOptimizer, sync_gradients, sync_initial_weights
+from collective.errors import MismatchError, UnsupportedError
+from collective.testing import run_ranks
 from tests.support.on_ranks import on_ranks, ranks_of
 
 pool = ranks_of(("threads", 2), ("shm", 3), ("gloo", 2))
@@ -172,3 +174,101 @@ def test_sharded_optimizer_with_different_parameters_raises(comm: Any) -> None:
     parameter = nn.Parameter(torch.ones(3 + (comm.rank == 1)))
     with pytest.raises(collective.MismatchError, match="rank 1 has other parameters than rank 0"):
         ShardedOptimizer([parameter], torch.optim.SGD, comm, lr=1.0)
+
+
+# -- parameters that change, and optimizers that are refused -------------------------------------
+
+
+def _changed(comm: Any, change: str) -> str:
+    model = model_of()
+    optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.SGD, comm, lr=0.1)
+    if change == "dtype" and comm.rank == 1:
+        model[0].bias.data = model[0].bias.data.float()
+    elif change == "frozen" and comm.rank == 1:
+        model[0].bias.requires_grad_(False)
+    elif change == "replaced" and comm.rank == 1:
+        optimizer.param_groups[0]["params"][1] = nn.Parameter(torch.zeros(9, dtype=torch.double))
+    elif change == "added" and comm.rank == 1:
+        optimizer.add_param_group({"params": [("more", nn.Parameter(torch.zeros(2)))]})
+    try:
+        optimizer.step()
+    except MismatchError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("change", ["dtype", "frozen", "replaced", "added"])
+def test_sharded_optimizer_names_a_parameter_that_one_rank_has_changed(change: str) -> None:
+    for text in run_ranks(2, _changed, change):
+        assert f"ShardedOptimizer: {'more' if change == 'added' else '0.bias'}" in text
+
+
+@on_ranks("pool")
+def test_sharded_optimizer_sends_frozen_parameters_that_it_updates(comm: Any) -> None:
+    model, alone = model_of(), model_of()
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, comm, lr=0.1)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for module, each in ((model, optimizer), (alone, plain)):
+        module(batch(0)).square().mean().backward()
+        module.requires_grad_(False)
+        each.step()
+    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+class Clipping(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+
+
+class Sharpness(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "needs a closure"
+
+
+class Noisy(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter += torch.randn_like(parameter)
+
+
+def _made(comm: Any, optimizer: Any) -> str:
+    try:
+        ShardedOptimizer(model_of().parameters(), optimizer, comm, lr=0.1)
+    except UnsupportedError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        (torch.optim.LBFGS, "LBFGS needs a closure"),
+        (Sharpness, "Sharpness needs a closure"),
+        (Clipping, "Clipping updates a parameter by the gradients of other parameters"),
+        (Noisy, "no error"),
+        (torch.optim.Adafactor, "no error"),
+    ],
+)
+def test_sharded_optimizer_refuses_optimizers_that_mix_parameters(
+    optimizer: Any, text: str
+) -> None:
+    assert text in run_ranks(1, _made, optimizer)[0]
+
+
+def _differing(comm: Any) -> str:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[comm.rank].weight.requires_grad_(False)
+    model(torch.ones(1, 3)).sum().backward()
+    try:
+        sync_gradients(model, comm)
+    except MismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def test_sync_gradients_of_different_parameters_names_the_first() -> None:
+    for text in run_ranks(2, _differing):
+        assert "0.weight float32[3, 3] on rank 1, 0.bias float32[3] on rank 0" in text

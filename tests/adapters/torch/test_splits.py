@@ -289,3 +289,54 @@ def test_split_write_to_weight_piece_in_forward_raises(how: str) -> None:
             split(torch.ones(1, 1, 8, 8))
 
     run_ranks(2, run)
+
+
+# -- parameters that change --------------------------------------------------------------------
+
+
+def _convolutions(comm: collective.Communicator, **how: Any) -> tuple[nn.Module, Split]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Conv2d(2, 2, 3)).double()
+    return model, Split(model, comm=comm, **how)
+
+
+def _replaced(comm: collective.Communicator) -> bool:
+    model, split = _convolutions(comm, data=(2,))
+    model[2] = nn.Conv2d(2, 2, 3).double()  # each rank draws its own weights
+    x = torch.ones(1, 1, 8, 8, dtype=torch.float64)
+    return torch.allclose(split(x), model(x))
+
+
+def test_split_gives_replaced_parameters_values_of_rank_0() -> None:
+    assert run_ranks(2, _replaced) == [True, True]
+
+
+def _replaced_on_one_rank(comm: collective.Communicator) -> str:
+    model, split = _convolutions(comm, data=(2,))
+    if comm.rank == 1:
+        model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+    try:
+        split(torch.ones(1, 1, 8, 8, dtype=torch.float64))
+    except collective.MismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def test_split_names_a_parameter_that_one_rank_has_replaced() -> None:
+    for text in run_ranks(2, _replaced_on_one_rank):
+        assert "Split: 2.weight was replaced" in text
+
+
+def _replaced_pieces(comm: collective.Communicator) -> str:
+    model, split = _convolutions(comm, channels=2, filters="own")
+    model[2] = nn.Conv2d(2, 2, 3).double()
+    try:
+        split(torch.ones(1, 1, 8, 8, dtype=torch.float64))
+    except collective.UnsupportedError as error:
+        return str(error)
+    return "no error"
+
+
+def test_split_refuses_replaced_parameters_of_which_ranks_have_pieces() -> None:
+    for text in run_ranks(2, _replaced_pieces):
+        assert "2.weight was replaced after the Split was made" in text
