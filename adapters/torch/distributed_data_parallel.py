@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from collective.communicator.foreign_names import refuses
 from collective.errors import GradientError, UnsupportedError
@@ -23,12 +24,14 @@ from collective.start.session import comm_or_current
 from collective.training.gradients import Bucket, Gradients, Parameter
 from collective.training.rebinding import Rebindable
 from collective.training.shard_passes import ShardPasses
+from collective.training.splits.replicas import StateEntry, check_values
 
 from .copying import Copyable
 from .dense import InBuckets, dense_weights, is_for
 from .joining import Attendance
 from .passes import BackwardPass, ForwardPass, Passes, leaves_behind, tensors_in, weakly
 from .shard_loop import ShardLoop, generators_of, refuse_with_shards
+from .sharded_optimizer import is_share
 from .synchronous import all_reduce_sparse, broadcast_state, broadcast_tensors, empty_sparse
 from .wrapped import (
     Snapshot,
@@ -46,6 +49,11 @@ if TYPE_CHECKING:
 __all__ = ["DistributedDataParallel"]
 
 _MIB = 1 << 20
+_DIFFERENT = (
+    "They were equal after the step before, or after the wrapper was made. Look for what this rank "
+    "alone did to them: a write outside of the optimizer, a seed or a number of threads that "
+    "depends on the rank, other libraries."
+)
 #: Arguments of PyTorch's own class, and what to write instead.
 _TORCHS = {
     "batched_grad_copy": "leave it out: gradients are views of the buckets, and are rarely copied",
@@ -65,6 +73,24 @@ _TORCHS = {
     "process_group": "use comm=",
     "skip_all_reduce_unused_params": "it has no equivalent here; see find_unused_parameters=",
 }
+
+
+# Wrappers with check=True.
+_CHECKED: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Compare replicas after the steps of all optimizers from now on.
+
+    The hook stays: its removal while another thread makes a step would be an error of that step.
+    """
+
+    def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for wrapper in list(_CHECKED):
+            wrapper._compare(optimizer)
+
+    register_optimizer_step_post_hook(stepped)
 
 
 class DistributedDataParallel(Copyable):
@@ -112,6 +138,11 @@ class DistributedDataParallel(Copyable):
             forward and backward pass for each shard of this rank, in the loop of
             :meth:`each_shard`, and the gradients are averaged over all shards. They have the same
             bits on any number of ranks. None: one pass a rank.
+        check: if true, the ranks compare digests of their weights and of the optimizer's state
+            after each step of an optimizer of PyTorch that has parameters of the module; with
+            ``shards`` those of the buffers, too. Reading everything once a step costs time: it is
+            for the search for the first step in which replicas differ. Within :meth:`join`, whose
+            ranks make different steps, nothing is compared.
 
     Raises:
         MismatchError: the ranks' modules differ.
@@ -141,6 +172,7 @@ class DistributedDataParallel(Copyable):
         static_graph: bool = False,
         reduce: Callable[[Bucket], Work[Any] | None] | None = None,
         shards: int | None = None,
+        check: bool = False,
     ) -> None:
         super().__init__()
         if shards is not None:
@@ -158,6 +190,7 @@ class DistributedDataParallel(Copyable):
         self._bucket_bytes = max(1, int(bucket_mib * _MIB))
         self._reduce = reduce
         self._shards = shards
+        self._check = check
         self._sync = True
         self._hooks: list[Any] = []
         self._connect()
@@ -188,7 +221,9 @@ class DistributedDataParallel(Copyable):
         )
         self._loop = None
         if passes is not None:
-            self._loop = ShardLoop(module, self._trained, self._gradients, passes)
+            self._loop = ShardLoop(
+                module, self._trained, self._gradients, passes, self._check
+            )  # fmt: skip
         self._attendance: Attendance | None = None  # set within join()
         self._passes = self._new_passes()
         self._gradients.moved = weakly(self._point)
@@ -206,6 +241,9 @@ class DistributedDataParallel(Copyable):
         hooks = [(p, functools.partial(arrived, n)) for n, p in enumerate(self._trained)]
         hooks += [(parameter, weakly(self._sparse_arrived)) for parameter in self._sparse]
         self._hooks = [p.register_post_accumulate_grad_hook(hook) for p, hook in hooks]
+        if self._check:
+            _watch_steps()
+            _CHECKED.add(self)
         self._connected = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -415,6 +453,28 @@ class DistributedDataParallel(Copyable):
             broadcast_state(self.module, self.comm, attendance.root)
         finally:
             self._attendance = None
+
+    def _compare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that all ranks have the same state after a step of an optimizer. Collective."""
+        names = {p: name for name, p in self.module.named_parameters()}
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if p in names]
+        if (
+            not stepped
+            or not self._connected
+            or self._attendance is not None
+            or is_share(optimizer)
+        ):
+            return
+        entries = [StateEntry(name, p.detach(), p.requires_grad) for p, name in names.items()]
+        if self._loop is not None:
+            # Without shards each rank has the statistics of its own samples.
+            entries += [StateEntry(n, b.detach()) for n, b in self.module.named_buffers()]
+        entries += [
+            StateEntry(f"{key} of {names[p]} in the optimizer's state", value)
+            for p in stepped
+            for key, value in optimizer.state.get(p, {}).items()
+        ]
+        check_values(self.comm, entries, _DIFFERENT, "DistributedDataParallel")
 
     # -- the backward pass ----------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from collective.errors import GradientError, UnsupportedError
+from collective.training.elastic_copies import digest_of
 from collective.training.gradients import Gradients
 from collective.training.shard_passes import Generator, ShardPasses, StateFold
 
@@ -69,13 +70,14 @@ def generators_of(module: nn.Module) -> list[Generator]:
     for device in dict.fromkeys(p.device for p in module.parameters()):
         if device.type == "cuda":
             chosen.append(torch.cuda.default_generators[device.index or 0])
-    return [
-        Generator(
-            lambda each=each: each.initial_seed() % 2**32, each.manual_seed, each.get_state,
-            each.set_state,
-        )
-        for each in chosen
-    ]  # fmt: skip
+    return [_generator(each) for each in chosen]
+
+
+def _generator(torchs: torch.Generator) -> Generator:
+    def origin() -> int:
+        return torchs.initial_seed() % 2**32
+
+    return Generator(origin, torchs.manual_seed, torchs.get_state, torchs.set_state)
 
 
 class ShardLoop:
@@ -86,6 +88,8 @@ class ShardLoop:
         parameters: parameters in the order of the engine.
         gradients: engine that reduces the gradients by ``passes``.
         passes: passes of the shards.
+        check: whether to compare digests of the parameters before and after each pass, and not only
+            their version counters, which do not count writes to ``parameter.data``.
 
     Attributes:
         running: whether the program is in the body of the loop.
@@ -93,8 +97,9 @@ class ShardLoop:
 
     def __init__(
         self, module: nn.Module, parameters: Sequence[nn.Parameter], gradients: Gradients,
-        passes: ShardPasses,
+        passes: ShardPasses, check: bool = False,
     ) -> None:  # fmt: skip
+        self._check = check
         self._module = module
         self._parameters = parameters
         self._gradients = gradients
@@ -106,7 +111,7 @@ class ShardLoop:
 
     def __iter__(self) -> Iterator[int]:
         passes = self.passes
-        state = _State(self._module, passes)
+        state = _State(self._module, passes, self._check)
         self._compare_buffers(state.layout())
         earlier = self._earlier_gradients()
         self._forget_gradients()
@@ -218,15 +223,17 @@ class _State:
     Args:
         module: wrapped module.
         passes: passes of the shards.
+        check: as of the :class:`ShardLoop`.
     """
 
-    def __init__(self, module: nn.Module, passes: ShardPasses) -> None:
+    def __init__(self, module: nn.Module, passes: ShardPasses, check: bool) -> None:
+        self._check = check
         parts = list(module.named_modules())
         self._buffers = [(part._buffers, key, _joined(name, key), buffer)
                          for name, part in parts for key, buffer in part._buffers.items()
                          if buffer is not None]  # fmt: skip
         self._tables = [part._buffers for _, part in parts]
-        self._parameters = [(name, p, p._version) for name, p in module.named_parameters()]
+        self._parameters = [(name, p, self._mark(p)) for name, p in module.named_parameters()]
         own = {buffer.untyped_storage().data_ptr() for *_, buffer in self._buffers}
         self._attributes = [(name, vars(part), _attributes(part, own)) for name, part in parts]
         self._numbers = [(attributes, key) for _, attributes, before in self._attributes
@@ -235,6 +242,10 @@ class _State:
             passes, [buffer.detach() for *_, buffer in self._buffers], torch.stack,
             [attributes[key] for attributes, key in self._numbers],
         )  # fmt: skip
+
+    def _mark(self, parameter: nn.Parameter) -> tuple[int, bytes | None]:
+        digest = digest_of(parameter.detach()) if self._check else None
+        return parameter._version, digest
 
     def layout(self) -> dict[str, str]:
         """Return dtype and shape of each buffer, by name."""
@@ -260,8 +271,8 @@ class _State:
 
     def end_pass(self) -> str | None:
         """Keep the state as a pass has left it; return a change that cannot be followed."""
-        for name, parameter, version in self._parameters:
-            if parameter._version != version:
+        for name, parameter, mark in self._parameters:
+            if self._mark(parameter) != mark:
                 return f"parameter {name} was written"
         buffers = []
         for table, key, name, before in self._buffers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,11 @@ from .wrapped import announce
 if TYPE_CHECKING:
     from collective.communicator import Communicator
 
-__all__ = ["ShardedOptimizer"]
+__all__ = ["ShardedOptimizer", "is_share"]
 
 _Base: Any = torch.optim.Optimizer
+# After a step of one of these, the other ranks' parameters are still to be received.
+_SHARES: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 #: Arguments of PyTorch's ZeroRedundancyOptimizer, and what to write instead.
 _TORCHS = {
     "optimizer_class": "use optimizer=",
@@ -111,6 +114,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         if not any(share["params"] for share in shares):
             shares[0]["params"] = [self._nothing]
         self._local = self._made(shares)
+        _SHARES.add(self._local)
         # Copy the class's own defaults as well: a scheduler reads and writes only these groups.
         for group, local in zip(self.param_groups, self._local.param_groups):
             for key, value in local.items():
@@ -353,6 +357,11 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         return {parameter: number for number, parameter in enumerate(parameters)}
 
 
+def is_share(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is the one of a rank's share in a :class:`ShardedOptimizer`."""
+    return optimizer in _SHARES
+
+
 def _is_updated(parameter: torch.Tensor) -> bool:
     """Return whether an optimizer may update a parameter: a gradient is enough for it."""
     return parameter.requires_grad or parameter.grad is not None
@@ -388,7 +397,7 @@ def _refuse_mixing(make: Callable[..., torch.optim.Optimizer], group: Mapping[st
                 "with parameters of other ranks. Use it without ShardedOptimizer."
             ) from None
         updated.append(parameters[0].detach())
-    if not torch.allclose(*updated, rtol=1e-3):
+    if not torch.allclose(updated[0], updated[1], rtol=1e-3):
         raise UnsupportedError(
             f"ShardedOptimizer: {name} updates a parameter by the gradients of other parameters, "
             "and each rank has only its share of them. Use it without ShardedOptimizer, or clip "

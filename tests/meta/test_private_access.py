@@ -43,6 +43,7 @@ THIRD_PARTY = {
         "_BatchNorm _LazyNormBase _backward_hooks _cdata _cuda_getCurrentRawStream "
         "_lazy_clone _modules _share_fd_cpu_ _values"
     ),
+    ("adapters/torch", "the count of a tensor's writes has no public name"): "_version",
     ("adapters/torch", "torch.distributed registers external backends and works by these"): (
         "_create_internal _create_work_from_future _distributed_c10d "
         "_register_backend _set_default_backend"

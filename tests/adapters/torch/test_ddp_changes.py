@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn.utils import prune  # noqa: E402
 
-from collective.adapters.torch import DistributedDataParallel  # noqa: E402
-from collective.errors import InvalidArgumentError, MismatchError  # noqa: E402
-from collective.testing import RankPool  # noqa: E402
+from collective.adapters.torch import DistributedDataParallel, ShardedOptimizer  # noqa: E402
+from collective.errors import InvalidArgumentError, MismatchError, UnsupportedError  # noqa: E402
+from collective.testing import RankPool, run_ranks  # noqa: E402
 from tests.support.on_ranks import on_ranks, ranks_of  # noqa: E402
 
 pool = ranks_of(("threads", 2), ("shm", 2))
@@ -183,3 +183,96 @@ def _buffer(comm: Any) -> str:
 
 def test_buffer_of_one_rank_is_named_at_all_ranks(two: RankPool) -> None:
     assert all("'mask'" in text for text in two.run(_buffer))
+
+
+# -- comparison of the replicas ------------------------------------------------------------------
+
+
+def _checked(comm: Any, fault: str) -> str:
+    model = nn.Sequential(network(), nn.BatchNorm1d(2))
+    ddp = DistributedDataParallel(model, comm, check=True)
+    if fault == "divided":
+        optimizer: Any = ShardedOptimizer(model.parameters(), torch.optim.Adam, comm)
+    else:
+        optimizer = torch.optim.Adam(model.parameters())
+    for step in range(2):
+        x = torch.arange(6.0).reshape(2, 3) + comm.rank
+        ddp(x).square().sum().backward()
+        if comm.rank == 1 and step == 1 and fault == "weight":
+            model[0][2].weight.data += 1e-6
+        if comm.rank == 1 and step == 1 and fault == "state":
+            optimizer.state[model[0][2].bias]["exp_avg_sq"][0] += 1e-3
+        try:
+            optimizer.step()
+        except MismatchError as error:
+            return f"{step}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("none", "no error"),
+        ("divided", "no error"),
+        ("weight", "1: DistributedDataParallel: the values of 0.2.weight on rank 1 differ"),
+        ("state", "1: DistributedDataParallel: the values of 0.2.bias on rank 1 differ"),
+    ],
+)
+def test_check_names_the_first_tensor_that_differs_after_a_step(
+    two: RankPool, fault: str, text: str
+) -> None:
+    assert all(each.startswith(text) for each in two.run(_checked, fault))
+
+
+def _checked_shards(comm: Any) -> str:
+    model = nn.BatchNorm1d(3)
+    ddp = DistributedDataParallel(model, comm, shards=2, check=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    for _ in ddp.each_shard():
+        ddp(torch.randn(4, 3)).sum().backward()
+    if comm.rank == 1:
+        model.running_mean += 1
+    try:
+        optimizer.step()
+    except MismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def test_check_with_shards_compares_the_buffers(two: RankPool) -> None:
+    for text in two.run(_checked_shards):
+        assert "the values of running_mean on rank 1 differ from those on rank 0" in text
+
+
+class WritesData(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data *= 0.9
+        return super().forward(x)
+
+
+def _writes(comm: Any) -> str:
+    ddp = DistributedDataParallel(WritesData(3, 1), comm, shards=2, check=True)
+    try:
+        for _ in ddp.each_shard():
+            ddp(torch.ones(1, 3)).sum().backward()
+    except UnsupportedError as error:
+        return str(error)
+    return "no error"
+
+
+def test_check_with_shards_finds_weights_that_a_pass_writes() -> None:
+    assert "parameter weight was written" in run_ranks(1, _writes)[0]
+
+
+def _renormalised(comm: Any) -> str:
+    try:
+        DistributedDataParallel(nn.Embedding(4, 2, max_norm=1.0), comm)
+    except UnsupportedError as error:
+        return str(error)
+    return "no error"
+
+
+def test_embedding_with_max_norm_is_refused_on_several_ranks() -> None:
+    assert run_ranks(1, _renormalised) == ["no error"]
+    for text in run_ranks(2, _renormalised):
+        assert "the module has max_norm=1.0" in text
