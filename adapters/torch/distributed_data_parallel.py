@@ -32,7 +32,7 @@ from .joining import Attendance
 from .passes import BackwardPass, ForwardPass, Passes, leaves_behind, tensors_in, weakly
 from .shard_loop import ShardLoop, generators_of, refuse_with_shards
 from .sharded_optimizer import is_share
-from .synchronous import all_reduce_sparse, broadcast_state, broadcast_tensors, empty_sparse
+from .synchronous import all_reduce_sparse, broadcast_tensors, empty_sparse
 from .wrapped import (
     Snapshot,
     announce,
@@ -66,7 +66,7 @@ _TORCHS = {
     "dim": "leave it out: each rank passes its own batch",
     "forward_sync_buffers": "use broadcast_buffers=",
     "gradient_as_bucket_view": "leave it out: gradients are always views of the buckets",
-    "init_sync": "leave it out: rank 0's parameters and buffers always go to all ranks",
+    "init_sync": "leave it out: rank 0's parameters always go to all ranks",
     "mixed_precision": "use torch.autocast, or reduce=collective.compression.Cast()",
     "output_device": "leave it out: outputs are where the module puts them",
     "param_to_hook_all_reduce": "it has no equivalent here",
@@ -102,6 +102,10 @@ class DistributedDataParallel(Copyable):
     gradient is that of the mean loss over all ranks' samples. All ranks get the same bits, so the
     replicas stay equal as long as their optimizers make the same steps.
 
+    Parameters may change afterwards, if all ranks change them alike: frozen, unfrozen, replaced,
+    added or removed parameters, or another dtype. The next forward pass whose gradients will be
+    reduced then makes new buckets, and gives all ranks the values of rank 0.
+
     Forward and backward passes may come in any order, which must be the same on all ranks. A
     backward pass reduces the gradients if at least one of its forward passes ran outside of
     :meth:`no_sync`.
@@ -118,8 +122,7 @@ class DistributedDataParallel(Copyable):
     computes the same as the bare module, until :meth:`rebind` gives it a communicator.
 
     Args:
-        module: module on the CPU or a GPU, with all parameters on one device. Freeze parameters
-            before you wrap the module, not afterwards.
+        module: module on the CPU or a GPU, with all parameters on one device.
         comm: communicator that connects the ranks; None: the current communicator.
         bucket_mib: size of a bucket, the gradients that are reduced together, in MiB. If a core is
             idle to reduce it, the first bucket has at most 1 MiB, so that its reduction starts
@@ -127,8 +130,9 @@ class DistributedDataParallel(Copyable):
         find_unused_parameters: if true, there may be passes in which the outputs, or the loss, do
             not depend on all parameters. If another rank has the gradient of a parameter, a
             missing gradient counts as zeros. If no rank has the gradient, it stays None.
-        broadcast_buffers: if true, rank 0 sends its buffers (running statistics) to all ranks
-            before each forward pass whose gradients will be reduced.
+        broadcast_buffers: if true, rank 0 sends its buffers (running statistics) to all ranks when
+            the wrapper is made, and before each forward pass whose gradients will be reduced. If
+            false, each rank keeps its own, from the beginning.
         static_graph: if true, every pass uses the same parameters, each of them equally often. A
             pass may then use a parameter several times, also in nested backward passes (reentrant
             checkpoints).
@@ -147,7 +151,8 @@ class DistributedDataParallel(Copyable):
     Raises:
         MismatchError: the ranks' modules differ.
         UnsupportedError: ``shards`` with ``find_unused_parameters``, ``static_graph``, ``reduce``,
-            sparse gradients, or a ``SyncBatchNorm`` or a ``Split`` in the module.
+            sparse gradients, or a ``SyncBatchNorm`` or a ``Split`` in the module. Or an embedding
+            with ``max_norm``, on several ranks or with ``shards``.
         InvalidArgumentError: no parameter requires a gradient, or the parameters are on several
             devices.
 
@@ -194,7 +199,7 @@ class DistributedDataParallel(Copyable):
         self._sync = True
         self._hooks: list[Any] = []
         self._connect()
-        broadcast_state(module, self.comm)
+        self._broadcast_state()
         untyped: Any = self
         untyped.register_state_dict_post_hook(without_prefix)
         untyped.register_load_state_dict_pre_hook(with_prefix)
@@ -318,8 +323,15 @@ class DistributedDataParallel(Copyable):
             self._snapshot.take()
             return
         self._connect()
-        parameters = {name: p.detach() for name, p in self.module.named_parameters()}
-        broadcast_tensors(parameters, self.comm)
+        self._broadcast_state()
+
+    def _broadcast_state(self, root: int = 0) -> None:
+        """Give every rank the parameters of ``root``, and its buffers unless each has its own."""
+        tensors = {name: p.detach() for name, p in self.module.named_parameters()}
+        # The passes of shards begin with equal buffers.
+        if self.broadcast_buffers or self._loop is not None:
+            tensors.update(self.module.named_buffers())
+        broadcast_tensors(tensors, self.comm, root)
 
     def rebind(self, comm: Communicator) -> None:
         """Continue over another communicator, such as that of the survivors after a loss.
@@ -369,15 +381,19 @@ class DistributedDataParallel(Copyable):
                 loss(model(x(shard)), y(shard)).backward()
             optimizer.step()
 
-        The loop begins with gradients of None. At its end ``parameter.grad`` is the average over
-        the shards of all ranks. Each shard's pass begins with the same buffers (running
-        statistics), and afterwards they are the average over the shards, too.
+        At its end ``parameter.grad`` is the average over the shards of all ranks. Gradients of
+        several loops add up until the program writes to the parameters or the gradients, as the
+        step of an optimizer does. Each shard's pass begins with the same buffers (running
+        statistics) and the same numbers in attributes of modules. Afterwards they are the average
+        over the shards, too. Before each pass the global generators of Python, NumPy and PyTorch
+        get a seed of the shard and the step; the loop restores their state at its end.
 
         Collective: every rank runs the loop to its end, including a rank without shards.
 
         Raises:
             GradientError: the body made no backward pass, or more than one.
-            UnsupportedError: the wrapper was made without ``shards``.
+            UnsupportedError: the wrapper was made without ``shards``, or a pass has written state
+                that could carry over to the next shard.
         """
         self._shard_loop()  # connects a copy
         if self._snapshot.differs():
@@ -450,7 +466,7 @@ class DistributedDataParallel(Copyable):
                 self._reduce_sparse(absent=True)
                 if self.find_unused_parameters:
                     self._agree_on_unused(range(len(self._trained)))
-            broadcast_state(self.module, self.comm, attendance.root)
+            self._broadcast_state(attendance.root)
         finally:
             self._attendance = None
 

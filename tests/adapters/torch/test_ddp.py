@@ -221,6 +221,16 @@ def test_ddp_broadcasts_buffers_of_rank_0_on_request(comm: Any, broadcast: bool)
     assert model[0].num_batches_tracked.item() == 3
 
 
+@pytest.mark.parametrize("broadcast", [True, False])
+@on_ranks("two")
+def test_ddp_without_broadcast_leaves_the_buffers_of_each_rank(comm: Any, broadcast: bool) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model[0].running_mean += comm.rank
+    DistributedDataParallel(model, comm, broadcast_buffers=broadcast)
+    assert model[0].running_mean[0].item() == (0 if broadcast else comm.rank)
+    assert torch.equal(comm.broadcast(model[1].weight.detach(), root=0), model[1].weight)
+
+
 @on_ranks("two")
 def test_ddp_state_dict_equals_bare_module(comm: Any) -> None:
     bare, other = (nn.Sequential(mlp(seed), nn.BatchNorm1d(2)) for seed in (1, 2))
