@@ -322,7 +322,9 @@ class DistributedDataParallel(Copyable):
         if fits and self._snapshot.has_same_tensors:
             self._snapshot.take()
             return
+        passes = self._passes
         self._connect()
+        self._passes = passes  # backward passes of earlier forward passes may follow
         self._broadcast_state()
 
     def _broadcast_state(self, root: int = 0) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -25,6 +27,8 @@ _REMEDY = (
 )
 # Number of elements of a parameter that are compared, about.
 _SAMPLE = 64
+# Generators that a module may have for itself.
+_GENERATORS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 # Attributes of every module: its tables and hooks.
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -92,7 +96,7 @@ class ShardLoop:
             their version counters, which do not count writes to ``parameter.data``.
 
     Attributes:
-        running: whether the program is in the body of the loop.
+        passes: as the argument.
     """
 
     def __init__(
@@ -104,7 +108,6 @@ class ShardLoop:
         self._parameters = parameters
         self._gradients = gradients
         self.passes = passes
-        self.running = False
         self._finished = False
         self._buffers: dict[str, str] | None = None  # layout in the last loop
         self._left: list[Any] = []  # versions after the last loop
@@ -115,34 +118,35 @@ class ShardLoop:
         self._compare_buffers(state.layout())
         earlier = self._earlier_gradients()
         self._forget_gradients()
-        self.running = True
-        try:
-            for shard in passes:
-                state.begin_pass()
-                self._finished = False
-                yield shard
-                if not self._finished:
-                    raise GradientError(
-                        f"DistributedDataParallel: the body of shard {shard} made no backward pass "
-                        f"[rank {passes.comm.rank} of {passes.comm.size}]. Make one forward and "
-                        "one backward pass for each shard of each_shard()."
-                    )
-                change = state.end_pass()
-                if change is not None:
-                    self.refuse(f"{change} in the pass of shard {shard}")
-                if not passes.is_last:
-                    self._forget_gradients()
-            if not passes.shards.mine:
-                self._gradients.shadow()
-                for parameter, view in zip(self._parameters, self._gradients.views):
-                    parameter.grad = view
-            state.reduce()
-        finally:
-            self.running = False
+        for shard in passes:
+            state.begin_pass()
+            self._finished = False
+            yield shard
+            if not self._finished:
+                raise GradientError(
+                    f"DistributedDataParallel: the body of shard {shard} made no backward pass "
+                    f"[rank {passes.comm.rank} of {passes.comm.size}]. Make one forward and "
+                    "one backward pass for each shard of each_shard()."
+                )
+            change = state.end_pass()
+            if change is not None:
+                self.refuse(f"{change} in the pass of shard {shard}")
+            if not passes.is_last:
+                self._forget_gradients()
+        if not passes.shards.mine:
+            self._gradients.shadow()
+            for parameter, view in zip(self._parameters, self._gradients.views):
+                parameter.grad = view
+        state.reduce()
         for parameter, gradient in zip(self._parameters, earlier):
             assert parameter.grad is not None
             parameter.grad.add_(gradient)
         self._left = self._versions()
+
+    @property
+    def running(self) -> bool:
+        """Whether the program is in the body of the loop."""
+        return self.passes.running
 
     def finish_pass(self) -> bool:
         """Note the end of a backward pass; return whether further passes of this rank follow."""
@@ -307,6 +311,13 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
 
 
+def _state(generator: Any) -> bytes:
+    """Return the state of a generator of random numbers."""
+    if isinstance(generator, torch.Generator):
+        return bytes(generator.get_state().tolist())
+    return pickle.dumps(generator)
+
+
 def _attributes(part: nn.Module, own: set[int]) -> dict[str, tuple[Any, Any]]:
     """Return the values of a module's plain attributes, with what tells whether they were written.
 
@@ -316,11 +327,13 @@ def _attributes(part: nn.Module, own: set[int]) -> dict[str, tuple[Any, Any]]:
     """
     values = {}
     for key, value in vars(part).items():
-        mark = None
+        mark: Any = None
         if key in _OF_MODULES:
             continue
         if isinstance(value, np.ndarray):
             mark = value.copy()
+        elif isinstance(value, _GENERATORS):
+            mark = _state(value)
         elif _is_tensor(value):
             is_buffer = value.layout is torch.strided and value.untyped_storage().data_ptr() in own
             mark = None if is_buffer else value._version
@@ -333,7 +346,9 @@ def _carries(value: Any, before: Any, mark: Any) -> bool:
     if value is before:
         if isinstance(value, np.ndarray):
             return not np.array_equal(value, mark)
-        return _is_tensor(value) and mark is not None and value._version != mark
+        if isinstance(value, _GENERATORS):
+            return _state(value) != mark
+        return _is_tensor(value) and mark is not None and bool(value._version != mark)
     if _is_number(value):
         return not _is_number(before)
     if _is_tensor(value):

@@ -76,6 +76,8 @@ class ShardPasses:
     ) -> None:
         self._total = total
         self._generators = [_OF_PYTHON, _OF_NUMPY, *generators]
+        self._states: list[Any] | None = None  # from before the loop that runs
+        self._loop: object = None
         self.rebind(comm)
 
     def rebind(self, comm: Communicator) -> None:
@@ -102,8 +104,10 @@ class ShardPasses:
             origins = [generator.origin() for generator in self._generators]
             self._origins = self.comm.broadcast_object(origins)
         step, self._step = self._step, self._step + 1
-        states = [generator.save() for generator in self._generators]
+        if self._states is None:  # else a loop was abandoned
+            self._states = [generator.save() for generator in self._generators]
         self.running = True
+        loop = self._loop = object()
         try:
             for shard in self.shards.mine:
                 self.is_last = shard == self.shards.mine[-1]
@@ -111,9 +115,12 @@ class ShardPasses:
                     generator.seed(self.shards.seed(shard, step, origin))
                 yield shard
         finally:
-            self.running = False
-            for generator, state in zip(self._generators, states):
-                generator.restore(state)
+            # A traceback may keep an abandoned loop alive until the next one has begun.
+            if self._loop is loop:
+                self.running = False
+                states, self._states = self._states, None
+                for generator, state in zip(self._generators, states):
+                    generator.restore(state)
 
     def __call__(self, bucket: Bucket) -> Work[Any] | None:
         """Add a bucket to its fold; in the last pass also start its reduction."""

@@ -39,6 +39,24 @@ def test_generators_continue_after_the_passes_as_before_them() -> None:
     assert of_numpy == np.random.RandomState(0).rand()
 
 
+def _abandoned(comm: Any) -> Any:
+    random.seed(0)
+    passes = ShardPasses(TOTAL, comm)
+    abandoned = iter(passes)
+    next(abandoned)
+    shards = []
+    for shard in passes:
+        abandoned.close()  # as if a traceback had kept it alive until now
+        shards.append((shard, passes.running))
+    return shards, random.random()
+
+
+def test_abandoned_loop_does_not_disturb_the_next_one() -> None:
+    ((shards, of_python),) = run_ranks(1, _abandoned)
+    assert shards == [(0, True), (1, True), (2, True)]
+    assert of_python == random.Random(0).random()
+
+
 def _folded(comm: Any) -> Any:
     passes = ShardPasses(TOTAL, comm)
     mask, mean, count = np.full(2, -3e38, np.float32), np.ones(1), np.zeros(1, np.int64)

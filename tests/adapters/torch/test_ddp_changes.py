@@ -156,6 +156,19 @@ def test_change_in_no_sync_is_followed_by_the_next_reduced_pass(comm: Any) -> No
 
 
 @on_ranks("two")
+def test_backward_pass_of_a_graph_from_before_a_change_is_reduced(comm: Any) -> None:
+    model = network()
+    ddp = DistributedDataParallel(model, comm)
+    earlier = ddp(torch.full((1, 3), comm.rank + 1.0)).sum()
+    model[0].weight.requires_grad_(True)
+    later = ddp(torch.full((1, 3), comm.rank + 1.0)).sum()
+    for loss in (later, earlier + 0.0 * model[0].weight.sum()):
+        loss.backward()
+        grads = comm.all_gather(model[2].weight.grad[None])
+        assert torch.equal(grads[0], grads[1])
+
+
+@on_ranks("two")
 def test_rebind_takes_the_present_parameters(comm: Any) -> None:
     model = network()
     ddp = DistributedDataParallel(model, comm)

@@ -203,6 +203,7 @@ class Carrying(nn.Module):
         self.kind, self.layer = kind, nn.Linear(6, 2)
         self.mean, self.values = torch.zeros(6), np.zeros(2)
         self.register_buffer("cache", torch.zeros(1))
+        self.generator, self.random = torch.Generator(), random.Random(0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -218,6 +219,10 @@ class Carrying(nn.Module):
                 self.values += 1
             elif self.kind == "the attribute last was written":
                 self.last = x.shape[0]
+            elif self.kind == "the attribute generator was written":
+                x = x + torch.rand(1, generator=self.generator)
+            elif self.kind == "the attribute random was written":
+                x = x + self.random.random()
             elif "in a loop" in self.kind:
                 self.layer.weight = nn.Parameter(self.layer.weight.clone())
         return self.layer(x)
@@ -242,6 +247,8 @@ def _carried(comm: Any, kind: str) -> str:
         "the attribute mean was written",
         "the attribute values was written",
         "the attribute last was written",
+        "the attribute generator was written",
+        "the attribute random was written",
         "layer.weight was replaced in a loop of each_shard()",
     ],
 )
