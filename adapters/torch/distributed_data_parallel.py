@@ -576,7 +576,24 @@ class DistributedDataParallel(Copyable):
         ``torch.autograd.grad`` of other tensors makes such passes.
         """
         if backward.reduced and backward.any_arrived:
+            # Only the forward pass of this wrapper can follow a change.
+            if backward.presumed and self._snapshot.differs():
+                self._refuse_unknown()
             self._finish()
+
+    def _refuse_unknown(self) -> None:
+        """Check that each parameter that requires a gradient has a place in the buckets."""
+        known = {*self._trained, *self._sparse}
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and parameter not in known:
+                error = GradientError(
+                    f"DistributedDataParallel: {name} requires a gradient since the wrapper was "
+                    "made or last called, and the pass did not go through the wrapper [rank "
+                    f"{self.comm.rank} of {self.comm.size}]. Call the wrapper, and not the module, "
+                    "or call rebind(comm) on all ranks after such a change."
+                )
+                self.comm.fail(error)
+                raise error
 
     def _finish(self) -> None:
         """Start the reductions that have not started yet, and wait for all of them."""

@@ -347,7 +347,7 @@ def _carries(value: Any, before: Any, mark: Any) -> bool:
         if isinstance(value, np.ndarray):
             return not np.array_equal(value, mark)
         if isinstance(value, _GENERATORS):
-            return _state(value) != mark
+            return bool(_state(value) != mark)
         return _is_tensor(value) and mark is not None and bool(value._version != mark)
     if _is_number(value):
         return not _is_number(before)

@@ -11,7 +11,13 @@ from torch import nn  # noqa: E402
 from torch.nn.utils import prune  # noqa: E402
 
 from collective.adapters.torch import DistributedDataParallel, ShardedOptimizer  # noqa: E402
-from collective.errors import InvalidArgumentError, MismatchError, UnsupportedError  # noqa: E402
+from collective.errors import (  # noqa: E402
+    GradientError,
+    InvalidArgumentError,
+    MismatchError,
+    PeerFailedError,
+    UnsupportedError,
+)
 from collective.testing import RankPool, run_ranks  # noqa: E402
 from tests.support.on_ranks import on_ranks, ranks_of  # noqa: E402
 
@@ -166,6 +172,23 @@ def test_backward_pass_of_a_graph_from_before_a_change_is_reduced(comm: Any) -> 
         loss.backward()
         grads = comm.all_gather(model[2].weight.grad[None])
         assert torch.equal(grads[0], grads[1])
+
+
+def _around_the_wrapper(comm: Any) -> str:
+    model = network()
+    ddp = DistributedDataParallel(model, comm)
+    model[0].weight.requires_grad_(comm.rank == 1)
+    try:
+        model(torch.ones(1, 3)).sum().backward()
+        ddp(torch.ones(1, 3)).sum().backward()
+    except (GradientError, PeerFailedError, MismatchError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_unknown_parameter_in_a_pass_around_the_wrapper_is_named_at_all_ranks() -> None:
+    for text in run_ranks(2, _around_the_wrapper):
+        assert "DistributedDataParallel: 0.weight requires a gradient" in text
 
 
 @on_ranks("two")
