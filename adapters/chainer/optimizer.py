@@ -8,11 +8,13 @@ parts that do not depend on Chainer are in :mod:`collective.gradients`.
 from __future__ import annotations
 
 import contextlib
+import struct
 import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import chainer
+import numpy as np
 
 from collective.communicator.foreign_names import refuses
 from collective.contract.copying import NotCopied
@@ -20,17 +22,25 @@ from collective.errors import (
     CollectiveError,
     GradientError,
     InvalidArgumentError,
-    MismatchError,
     UnsupportedError,
 )
 from collective.start.session import comm_or_current
 from collective.training.gradients import Bucket, Gradients, Parameter
 from collective.training.rebinding import Rebindable
-from collective.training.shard_passes import ShardPasses, StateFold
+from collective.training.shard_passes import ShardPasses, seeded
 
 from .backward import watching
 from .batch_normalization import SyncBatchNormalization
-from .state import broadcast_state, distinct_parameters, follow_root, persistent_values
+from .shard_state import ShardState, generators
+from .state import (
+    MARKS,
+    agree,
+    broadcast_state,
+    compare_parameters,
+    distinct_parameters,
+    follow_root,
+    marks_of,
+)
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -49,8 +59,10 @@ _CHAINERMNS = {
 # Attributes of the wrapper; all other attributes belong to the optimizer inside.
 _OWN = frozenset(
     "actual_optimizer comm _inner _bucket_mib _reduce _parameters _gradients _agreed _syncing "
-    "_reduced _passes".split()
+    "_reduced _passes _layout _held _state".split()
 )
+# A parameter's name, its identity, and its shape, dtype and device.
+_Layout = list[tuple[str, int, Any, Any, Any]]
 
 
 @refuses(_CHAINERMNS)
@@ -144,7 +156,7 @@ class MultiNodeOptimizer(NotCopied):
         self.comm = comm_or_current(comm, "create_multi_node_optimizer")
         self._inner = self.comm.dup()
         self._bucket_mib = bucket_mib
-        self._passes = None if shards is None else ShardPasses(shards, self._inner)
+        self._passes = None if shards is None else ShardPasses(shards, self._inner, generators())
         self._reduce = reduce or self._passes
         self._forget()
         if actual_optimizer.target is not None:
@@ -207,7 +219,7 @@ class MultiNodeOptimizer(NotCopied):
             self._reduce.rebind(comm.dup())
         if self.target is None:
             return
-        follow_root(self.target, comm)
+        follow_root(self.target, self._inner)
         self.target.cleargrads()
         for link in self.target.links():
             if isinstance(link, Rebindable):
@@ -216,7 +228,10 @@ class MultiNodeOptimizer(NotCopied):
     def _forget(self) -> None:
         # Names and parameters, in the order in which the engine puts them into buckets.
         self._parameters: list[tuple[str, Any]] = []
+        self._held: list[tuple[str, Any]] = []
+        self._layout: _Layout = []
         self._gradients = None
+        self._state: Any = None  # ShardState of the target, from the first step with shards
         self._agreed = False  # whether the ranks' parameters are verified to be equal
         self._syncing = True
         self._reduced = False  # whether the gradients are averaged over all ranks
@@ -225,7 +240,9 @@ class MultiNodeOptimizer(NotCopied):
         if self._passes is not None:
             self._refuse_with_shards()
         broadcast_state(self.target, self.comm)
-        follow_root(self.target, self.comm)
+        # Over the optimizer's own communicator, a rank that initialises a parameter alone meets
+        # the others in a reduction, and all of them raise an error at once.
+        follow_root(self.target, self._inner)
 
     def _refuse_with_shards(self) -> None:
         """Refuse links that communicate in their forward pass."""
@@ -246,31 +263,67 @@ class MultiNodeOptimizer(NotCopied):
                     "would wait for each other. Leave one of them out."
                 )
 
-    def _compare(self) -> None:
-        """Refuse parameters that were changed on some ranks since ``setup``."""
-        checksum = 0
-        for _, parameter in distinct_parameters(self.target):
-            if parameter.is_initialized:
-                array = chainer.get_device("@numpy").send(parameter.array)
-                checksum = zlib.crc32(array.tobytes(), checksum)
-        every = self.comm.all_gather_object(checksum)
-        others = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
-        if others:
-            raise MismatchError(
-                f"update: the parameters of rank(s) {others} are not rank 0's "
-                f"[rank {self.comm.rank} of {self.comm.size}]. Load snapshots on every rank, or "
-                "call broadcast() after loading."
+    # -- the parameters -------------------------------------------------------------------
+
+    def _describe(self, named: list[tuple[str, Any]]) -> _Layout:
+        """Return what the layout of the buckets depends on, and what no rank may change alone."""
+        return [
+            (name, id(p), array.shape, array.dtype, p.device)
+            if (array := p.raw_array) is not None
+            else (name, id(p), None, None, None)
+            for name, p in named
+        ]
+
+    def _note(self, named: list[tuple[str, Any]], changed: _Layout | None) -> int:
+        """Return a number that is the same on all ranks while their parameters are.
+
+        It depends on all changes of the layout, on which parameters are frozen, and on one element
+        of each parameter on the CPU, another one in each step. So it costs some microseconds, and
+        notices that a rank has loaded or copied values, or has made a step of its own.
+
+        Args:
+            named: parameters of the target.
+            changed: their layout, if it is no longer that of the buckets.
+        """
+        step = self.actual_optimizer.t
+        numbers = [float(step)]
+        for _, parameter in named:
+            rule, array = parameter.update_rule, parameter.raw_array
+            numbers.append(rule is not None and rule.enabled)
+            if type(array) is np.ndarray and array.size and array.dtype.kind in "biuf":
+                value = array.item(step * 7919 % array.size)
+                # The bits of a NaN may differ between ranks.
+                numbers.append(value if value == value else 0.0)
+        start = 0
+        if changed is not None:
+            start = zlib.crc32(
+                repr([(name, *map(str, rest)) for name, _, *rest in changed]).encode()
             )
+        return zlib.crc32(struct.pack(f"{len(numbers)}d", *numbers), start)
+
+    def _agree_now(self) -> None:
+        """Compare the ranks' parameters by a message, and follow changes that all ranks made."""
+        named = distinct_parameters(self.target)
+        layout = self._describe(named)
+        changed = self._gradients is not None and layout != self._layout
+        note = self._note(named, layout if changed else None)
+        highest, lowest = self._inner.all_reduce(np.array([note, -note]), op="max").tolist()
+        if highest != -lowest or changed:
+            self._compare(named)
+        if self._gradients is None or changed:
+            self._lay_out(named, layout)
+
+    def _compare(self, named: list[tuple[str, Any]]) -> None:
+        """Refuse parameters that some ranks have changed since ``setup``."""
+        known = {identity for _, identity, *_ in self._layout}
+        compare_parameters(named, self._inner, [id(p) in known for _, p in named])
         self._agreed = True
 
-    def _lay_out(self) -> Gradients:
-        """Return the gradient buckets; make new ones if more parameters were initialised."""
-        initialised = [(n, p) for n, p in distinct_parameters(self.target) if p.is_initialized]
+    def _lay_out(self, named: list[tuple[str, Any]], layout: _Layout) -> Gradients:
+        """Return new buckets for the gradients of the parameters that are initialised."""
+        initialised = [(n, p) for n, p in named if p.is_initialized]
         # Gradients mostly arrive in the reverse of the order in which links were made.
         initialised.reverse()
-        known = [id(p) for _, p in self._parameters]
-        if self._gradients is not None and [id(p) for _, p in initialised] == known:
-            return self._gradients
         if not initialised:
             raise InvalidArgumentError(
                 "update: the target has no initialised parameter. Make a forward pass first."
@@ -289,14 +342,19 @@ class MultiNodeOptimizer(NotCopied):
                 f"update: {', '.join(strange[:10])} have arrays of ChainerX or a memory layout of "
                 "cuDNN (supported are arrays of NumPy and CuPy in C order). Convert them first."
             )
-        self._parameters = initialised
+        described = [Parameter(name, tuple(p.shape), p.dtype.name) for name, p in initialised]
+        if self._reduce is None:
+            # The ranks' notes travel with the last gradients, and cost no message.
+            described.append(Parameter("(notes of the ranks)", (MARKS,), described[-1].dtype))
         self._gradients = Gradients(
             self._inner,
-            [Parameter(name, tuple(p.shape), p.dtype.name) for name, p in initialised],
+            described,
             like=initialised[0][1].array,
             bucket_bytes=max(1, int(self._bucket_mib * _MIB)),
             reduce=self._reduce,
         )
+        # The list also keeps the parameters, so that no other one gets their identity.
+        self._parameters, self._layout, self._held = initialised, layout, named
         return self._gradients
 
     # -- a step ---------------------------------------------------------------------------
@@ -324,9 +382,9 @@ class MultiNodeOptimizer(NotCopied):
             )
         if lossfun is not None:
             if not self._agreed:
-                # Persistent values stay: statistics of a rank's own batches may be restored from
-                # a snapshot.
-                broadcast_state(self.target, self.comm, persistent=False)
+                # Without shards persistent values stay: statistics of a rank's own batches may be
+                # restored from a snapshot.
+                broadcast_state(self.target, self.comm, persistent=self._passes is not None)
                 self._agreed = True
             if self._passes is None:
                 self._compute(lossfun, *args, **kwds)
@@ -342,7 +400,29 @@ class MultiNodeOptimizer(NotCopied):
             with self.reducing():
                 pass
         self._reduced = False
-        self.actual_optimizer.update(None, *args, **kwds)
+        if self._draws():
+            number = np.random.randint(2**31) if self.comm.rank == 0 else None
+            with seeded(self._inner.broadcast_object(number), generators()):
+                self.actual_optimizer.update(None, *args, **kwds)
+        else:
+            self.actual_optimizer.update(None, *args, **kwds)
+
+    def _draws(self) -> bool:
+        """Return whether the step may draw random numbers, which must be the same on all ranks."""
+        if self._passes is None and self.comm.size == 1:
+            return False
+        rules = [p.update_rule for _, p in self._parameters if p.update_rule is not None]
+        hookable = [self.actual_optimizer._hookable, *(rule._hookable for rule in rules)]
+        used = [
+            type(hook)
+            for owner in hookable
+            for hooks in (owner._pre_update_hooks, owner._post_update_hooks)
+            for hook in hooks.values()
+        ]
+        return any(
+            not kind.__module__.startswith("chainer.") or kind.__name__ == "GradientNoise"
+            for kind in {*used, *map(type, rules)}
+        )
 
     def _compute(self, lossfun: Callable[..., Any], *args: Any, **kwds: Any) -> None:
         """Compute a loss and its gradients, and reduce them."""
@@ -357,18 +437,17 @@ class MultiNodeOptimizer(NotCopied):
         self, passes: ShardPasses, lossfun: Callable[..., Any], *args: Any, **kwds: Any
     ) -> None:
         """Compute the gradients of this rank's shards, and their average over all shards."""
-        xp = self.target.xp
-        persistent = _persistent_arrays(self.target)
-        state = StateFold(passes, persistent, xp.stack)
-        for shard in passes:
-            state.restore()
-            self._compute(lossfun, shard, *args, **kwds)
-            state.add()
-        if not passes.shards.mine:
-            gradients = self._lay_out()
-            gradients.shadow()
-            self._take(gradients, self.actual_optimizer._loss_scale)
-        state.reduce()
+        self._agree_now()
+        if self._state is None:
+            self._state = ShardState(self.target, passes)
+        with self._state.step(self.actual_optimizer.t):
+            for shard in passes:
+                with self._state.passing(shard):
+                    self._compute(lossfun, shard, *args, **kwds)
+            if not passes.shards.mine:
+                assert self._gradients is not None
+                self._gradients.shadow()
+                self._take(self._gradients, self.actual_optimizer._loss_scale)
 
     def backward(self, loss: Any) -> None:
         """Compute the gradients of ``loss`` and reduce them, with the optimizer's loss scale.
@@ -411,9 +490,18 @@ class MultiNodeOptimizer(NotCopied):
                 f"[rank {self.comm.rank} of {self.comm.size}]. update(lossfun, *args) calls "
                 "lossfun(shard, *args), and makes the backward pass, for each shard of this rank."
             )
+        named = distinct_parameters(self.target)
         if not self._agreed:
-            self._compare()
-        gradients = self._lay_out()
+            self._compare(named)
+        if self._passes is None and self._reduce is not None:
+            self._agree_now()
+        layout = self._describe(named)
+        if self._gradients is not None and self._passes is None and layout != self._layout:
+            yield
+            self._follow(self._gradients, named, layout)
+            self._reduced = True
+            return
+        gradients = self._gradients or self._lay_out(named, layout)
         ready: set[int] = set()
 
         def complete(number: int, gradient: Any) -> Any:
@@ -457,8 +545,45 @@ class MultiNodeOptimizer(NotCopied):
             if parameter.grad is not view:
                 view[...] = 0 if parameter.grad is None else parameter.grad
             gradients.ready(number)
-        gradients.finish(partial=self._passes is not None and not self._passes.is_last)
+        if self._reduce is None:
+            self._exchange_notes(gradients, self._held, None)
+        else:
+            gradients.finish(partial=self._passes is not None and not self._passes.is_last)
         self._take(gradients, scale)
+
+    def _exchange_notes(
+        self, gradients: Gradients, named: list[tuple[str, Any]], changed: _Layout | None
+    ) -> None:
+        """Finish a reduction, and compare the notes that came with it.
+
+        Raises:
+            MismatchError: the ranks' parameters differ; every rank raises it.
+        """
+        number = len(self._parameters)
+        gradients.views[number][...] = self.target.xp.asarray(
+            marks_of(self._note(named, changed), gradients.views[number].dtype)
+        )
+        gradients.ready(number)
+        gradients.finish()
+        if changed is not None or not agree(gradients.views[number]):
+            self._compare(named)
+
+    def _follow(self, gradients: Gradients, named: list[tuple[str, Any]], layout: _Layout) -> None:
+        """Reduce the gradients of a pass whose parameters are not those of the buckets.
+
+        Ranks whose parameters are unchanged reduce the old buckets meanwhile. So this rank reduces
+        them first, with zeros, and its note tells the others about the change. If all ranks have
+        made the same change, they reduce the gradients in new buckets.
+        """
+        old = {id(view) for view in gradients.views}
+        for _, parameter in named:
+            if id(parameter.grad) in old:
+                parameter.grad = parameter.grad.copy()
+        for number in range(len(self._parameters)):
+            gradients.views[number][...] = 0
+            gradients.ready(number)
+        self._exchange_notes(gradients, named, layout)
+        self._finish(self._lay_out(named, layout), set())
 
     def _take(self, gradients: Gradients, scale: float | None) -> None:
         """Give the parameters their reduced gradients."""
@@ -481,9 +606,3 @@ class MultiNodeOptimizer(NotCopied):
             parameter.grad is view
             for (_, parameter), view in zip(self._parameters, gradients.views)
         )
-
-
-def _persistent_arrays(link: Any) -> list[Any]:
-    """Return the persistent arrays of a link, such as running statistics."""
-    values = (child.__dict__[name] for _, child, name in persistent_values(link))
-    return [value for value in values if isinstance(value, chainer.get_array_types())]

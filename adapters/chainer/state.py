@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,13 @@ from collective.start.session import comm_or_current
 if TYPE_CHECKING:
     from collective.communicator import Communicator
 
-__all__ = ["broadcast_state", "distinct_parameters", "follow_root", "persistent_values"]
+__all__ = [
+    "MARKS", "agree", "broadcast_state", "compare_parameters", "distinct_parameters",
+    "follow_root", "marks_of", "persistent_values", "sum_of_bits",
+]  # fmt: skip
+
+#: Length of the array that :func:`marks_of` returns.
+MARKS = 16
 
 
 def distinct_parameters(link: Any) -> list[tuple[str, Any]]:
@@ -25,6 +31,16 @@ def distinct_parameters(link: Any) -> list[tuple[str, Any]]:
     for name, parameter in link.namedparams():
         by_identity.setdefault(id(parameter), (name, parameter))
     return list(by_identity.values())
+
+
+def sum_of_bits(array: Any) -> int:
+    """Return the sum of an array's bytes, read as integers: it changes if one element does.
+
+    It takes as long as reading the memory once, and no copy of the array is needed.
+    """
+    flat = array.ravel()
+    word = "u8" if flat.size and flat.nbytes % 8 == 0 else f"u{min(flat.itemsize, 8)}"
+    return int(flat.view(word).sum(dtype="u8"))
 
 
 def broadcast_state(
@@ -94,6 +110,84 @@ def _described(entry: Any) -> str:
     return f"{name} not initialised" if shape is None else f"{name} {dtype}{list(shape)}"
 
 
+def compare_parameters(
+    named: list[tuple[str, Any]], comm: Communicator, known: Sequence[bool]
+) -> None:
+    """Check that the ranks have the same parameters, with equal values.
+
+    Collective: every rank calls it.
+
+    Args:
+        named: parameters with their paths.
+        known: for each of them, whether it is the object that the ranks compared before.
+
+    Raises:
+        MismatchError: the parameters differ; every rank raises it, and names the first one.
+    """
+    mine = []
+    for (name, p), old in zip(named, known):
+        array = p.raw_array
+        kind = "not initialised"
+        if array is not None:
+            kind = f"{array.dtype}{list(array.shape)} on {p.device}"
+        enabled = p.update_rule is not None and p.update_rule.enabled
+        frozen = "trained" if enabled else "not trained (disable_update, or no update rule)"
+        origin = "the object of the last step" if old else "another object than in the last step"
+        bits = "" if array is None else hex(sum_of_bits(array))
+        mine.append([name, kind, frozen, origin, bits])
+    every: list[list[Any]] = comm.all_gather_object(mine)
+    for rank, theirs in enumerate(every):
+        what = _first_difference(theirs, every[0], rank)
+        if not what:
+            continue
+        others = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
+        raise MismatchError(
+            f"update: the parameters of rank(s) {others} are not rank 0's: {what} [rank "
+            f"{comm.rank} of {comm.size}]. Change parameters on all ranks in the same way, load "
+            "snapshots on every rank, or call broadcast() after loading."
+        )
+
+
+def _first_difference(theirs: list[Any], root: list[Any], rank: int) -> str:
+    """Return a description of the first parameter in which a rank differs from rank 0."""
+    here, there = ({entry[0]: entry[1:] for entry in entries} for entries in (theirs, root))
+    for name in [*here, *there]:
+        if name not in here or name not in there:
+            return f"only rank {rank if name in here else 0} has {name}"
+        for a, b in zip(here[name][:3], there[name][:3]):
+            if a != b:
+                return f"{name} is {a} on rank {rank}, but {b} on rank 0"
+        if here[name][3] != there[name][3]:
+            return f"the values of {name} differ on rank {rank}"
+    return ""
+
+
+def marks_of(number: int, dtype: Any) -> np.ndarray[Any, Any]:
+    """Return an array whose average over the ranks shows whether all have the same number.
+
+    It consists of the 8 digits of the number in base 16, as fractions, and of their squares. These
+    are exact in float16, too. The average of the squares is the square of the average only if all
+    digits are equal. So all ranks come to the same result, from the average alone.
+
+    Args:
+        number: number of 32 bits.
+        dtype: floating-point type of the result.
+    """
+    digits = [(number >> shift & 15) / 16 for shift in range(0, 32, 4)]
+    return np.array([*digits, *(digit * digit for digit in digits)], dtype)
+
+
+def agree(average: Any) -> bool:
+    """Return whether all ranks had the same number, given the average of their marks."""
+    values = chainer.backends.cuda.to_cpu(average).astype(np.float64)
+    digits, squares = values[: MARKS // 2], values[MARKS // 2 :]
+    # Rounding of the average in its own dtype. It is far below the variance of any two digits
+    # divided by the number of ranks, except for float16 on more than some 20 ranks. There a
+    # difference may be seen only in a later step, whose marks are others.
+    rounding = 4 * np.finfo(average.dtype).eps
+    return bool((abs(squares - digits * digits) < rounding).all())
+
+
 def persistent_values(link: Any) -> Iterator[tuple[str, Any, str]]:
     """Yield the path, the link and the attribute's name of each persistent value."""
     for path, child in link.namedlinks():
@@ -132,18 +226,26 @@ class _FromRoot:
         bare: the parameter's original initializer, which replaces this one after the call.
     """
 
-    def __init__(self, parameter: Any, comm: Communicator) -> None:
+    def __init__(self, name: str, parameter: Any, comm: Communicator) -> None:
         self.bare = parameter.initializer
+        self._name = name
         self._parameter = parameter
         self._comm = comm
 
     def __call__(self, array: Any) -> None:
         self.bare(array)
+        try:
+            self._comm.broadcast(array, out=array)
+        except MismatchError as error:
+            error.add_note(
+                f"This rank [{self._comm.rank} of {self._comm.size}] has initialised the parameter "
+                f"{self._name}. All ranks have to do so in the same forward pass."
+            )
+            raise
         self._parameter.initializer = self.bare
-        self._comm.broadcast(array, out=array)
 
     def __getattr__(self, name: str) -> Any:  # for dtype, which not all initializers have
-        if name in ("bare", "_parameter", "_comm") or name.startswith("__"):
+        if name in ("bare", "_name", "_parameter", "_comm") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.bare, name)
 
@@ -163,9 +265,9 @@ def follow_root(link: Any, comm: Communicator) -> None:
 
     Collective: every rank calls it, and later initialises the parameters in the same order.
     """
-    for _, parameter in distinct_parameters(link):
+    for name, parameter in distinct_parameters(link):
         if parameter.is_initialized:
             continue
         if isinstance(parameter.initializer, _FromRoot):  # of an earlier communicator
             parameter.initializer = parameter.initializer.bare
-        parameter.initializer = _FromRoot(parameter, comm)
+        parameter.initializer = _FromRoot(name, parameter, comm)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from collective.communicator import Communicator
     from collective.contract.work import Work
 
-__all__ = ["Generator", "ShardPasses", "StateFold"]
+__all__ = ["Generator", "ShardPasses", "StateFold", "seeded"]
 
 
 class Generator(NamedTuple):
@@ -45,6 +47,29 @@ _OF_NUMPY = Generator(
     lambda: np.random.get_state(legacy=False),
     np.random.set_state,
 )
+
+# Ranks that are threads share the generators.
+_one_thread = threading.Lock()
+
+
+@contextlib.contextmanager
+def seeded(seed: int, generators: Sequence[Generator] = ()) -> Iterator[None]:
+    """Seed the generators for the body, and let them continue afterwards as before it.
+
+    Args:
+        seed: integer of 32 bits.
+        generators: generators of the framework; those of Python and NumPy are added.
+    """
+    every = [_OF_PYTHON, _OF_NUMPY, *generators]
+    with _one_thread:
+        states = [generator.save() for generator in every]
+        try:
+            for generator in every:
+                generator.seed(seed)
+            yield
+        finally:
+            for generator, state in zip(every, states):
+                generator.restore(state)
 
 
 class ShardPasses:

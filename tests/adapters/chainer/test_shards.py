@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -173,3 +174,116 @@ def _refused(comm: Any, case: str) -> str:
 def test_what_excludes_shards_is_refused_by_name(case: str, text: str) -> None:
     for told in run("threads-2", _refused, case):
         assert text in told
+
+
+# -- state beside the parameters ------------------------------------------------------------------
+
+
+class Stateful(Net):
+    """Network whose forward pass changes one kind of state."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.count, self.mean, self.hidden = 0, np.zeros(16, "f"), None
+        self.random = np.random.RandomState(5)
+        self.add_persistent("seen", 0)
+        self.add_persistent("largest", np.float32(0))
+        self.add_persistent("text", "before")
+        self.add_persistent("later", None)
+        self.other = (L.BatchNormalization(16),)
+        if kind == "lazy":
+            with self.init_scope():
+                self.late = L.Linear(None, 1)
+
+    def forward(self, x: Any) -> Any:
+        h = self.norm(self.first(x), finetune=self.kind == "finetune")
+        if self.kind == "numbers":
+            self.count += 1
+            self.seen += 2
+            self.largest = max(self.largest, h.array.max())
+            h = h * float(self.count + self.seen + self.largest)
+        elif self.kind == "replaced array":
+            self.mean = 0.5 * self.mean + 0.5 * h.array.mean(axis=0)
+            self.norm.avg_mean = self.norm.avg_mean + self.mean
+            h = h + self.norm.avg_mean
+        elif self.kind == "array in place":
+            self.mean += h.array.mean(axis=0)
+            h = h + self.mean
+        elif self.kind == "hidden state":
+            self.hidden = h if self.hidden is None else h + F.mean(self.hidden)
+            h = self.hidden
+        elif self.kind == "generator":
+            h = h * self.random.rand(16).astype("f")
+        elif self.kind == "unseeded dropout":
+            h = F.dropout(h)
+        elif self.kind == "parameter":
+            self.last.W.array[0, 0] *= 0.5
+        elif self.kind == "text":
+            self.text = "after"
+        elif self.kind == "later":
+            self.later = np.ones(2)
+        elif self.kind == "other dtype":
+            self.seen = 0.5
+        elif self.kind == "other shape":
+            self.norm.avg_mean = np.zeros(3, "f")
+        elif self.kind == "new persistent value":
+            self.add_persistent(f"new{len(self._persistent)}", 1)
+        elif self.kind == "other target":
+            h = self.other[0](h)
+        elif self.kind == "new parameter":
+            self.first.W = chainer.Parameter(self.first.W.array)
+        return self.last(F.tanh(h))
+
+
+def stateful(comm: Any, kind: str, hook: bool = False) -> list[Any]:
+    np.random.seed(comm.rank)
+    net = Stateful(kind)
+    actual = chainer.optimizers.MomentumSGD(0.1)
+    optimizer = create_multi_node_optimizer(actual, comm, shards=3).setup(net)
+    if hook:
+        optimizer.add_hook(chainer.optimizer_hooks.GradientNoise(0.1))
+    for step in range(3):
+        optimizer.update(lambda shard, step=step: loss_of(net, step, shard))
+    numbers = [net.norm.N, net.count, net.seen, float(net.largest)]
+    return [*state_of(net), net.mean, np.array(numbers)]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["finetune", "numbers", "replaced array", "array in place", "hidden state", "generator",
+     "unseeded dropout", "gradient noise"],
+)  # fmt: skip
+def test_state_that_passes_change_has_the_bits_of_one_rank(kind: str) -> None:
+    noise = kind == "gradient noise"
+    (wanted,) = run("shm-1", stateful, kind, noise)
+    for found in (*run("shm-2", stateful, kind, noise), *run("shm-4", stateful, kind, noise)):
+        for value, expected in zip(found, wanted, strict=True):
+            assert value.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("parameter", "the values of the parameter /last/W changed in the pass of shard 0 on rank"),
+        ("text", "/text changed from str to str"),
+        ("later", "/later changed from None to float64"),
+        ("other dtype", "/seen changed from int to float"),
+        ("other shape", r"/norm/avg_mean changed from float32\[16\] to float32\[3\]"),
+        ("new persistent value", "/new4 was registered or deleted"),
+        ("new parameter", "the set of parameters changed"),
+        ("lazy", "/late/W is not initialised, with shards"),
+        ("other target", "avg_mean of a BatchNormalization that is not in the optimizer's target"),
+    ],
+)
+def test_state_that_cannot_be_folded_is_refused_by_name_on_all_ranks(kind: str, text: str) -> None:
+    for told in run("shm-4", _refused_state, kind):
+        assert re.search(text, told), told
+
+
+def _refused_state(comm: Any, kind: str) -> str:
+    try:
+        stateful(comm, kind)
+    except InvalidArgumentError as error:
+        return str(error)
+    return "no error"
