@@ -8,7 +8,6 @@ parts that do not depend on Chainer are in :mod:`collective.gradients`.
 from __future__ import annotations
 
 import contextlib
-import struct
 import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from collective.start.session import comm_or_current
 from collective.training.gradients import Bucket, Gradients, Parameter
 from collective.training.rebinding import Rebindable
 from collective.training.shard_passes import ShardPasses, seeded
+from collective.training.splits.replicas import StateEntry, check_values
 
 from .backward import watching
 from .batch_normalization import SyncBatchNormalization
@@ -40,6 +40,8 @@ from .state import (
     distinct_parameters,
     follow_root,
     marks_of,
+    persistent_values,
+    sampled,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ _CHAINERMNS = {
 # Attributes of the wrapper; all other attributes belong to the optimizer inside.
 _OWN = frozenset(
     "actual_optimizer comm _inner _bucket_mib _reduce _parameters _gradients _agreed _syncing "
-    "_reduced _passes _layout _held _state".split()
+    "_reduced _passes _layout _held _state _check".split()
 )
 # A parameter's name, its identity, and its shape, dtype and device.
 _Layout = list[tuple[str, int, Any, Any, Any]]
@@ -73,6 +75,7 @@ def create_multi_node_optimizer(
     bucket_mib: float = 25.0,
     reduce: Callable[[Bucket], Work[Any] | None] | None = None,
     shards: int | None = None,
+    check: bool = False,
 ) -> MultiNodeOptimizer:
     """Return an optimizer that steps with the average of all ranks' gradients.
 
@@ -90,6 +93,9 @@ def create_multi_node_optimizer(
         shards: number of virtual shards (:class:`collective.Shards`); ``update(lossfun, *args)``
             then calls ``lossfun(shard, *args)`` once for each shard of this rank, and averages the
             gradients over all shards. They have the same bits on any number of ranks.
+        check: if true, the ranks compare a digest of all weights and of the optimizer's state after
+            each step, with ``shards`` also of persistent values, and raise an error that names the
+            first difference. Without it, each step compares one element of each parameter.
 
     Raises:
         MismatchError: the ranks' models differ.
@@ -97,7 +103,7 @@ def create_multi_node_optimizer(
             ``Split`` in the target.
     """
     return MultiNodeOptimizer(
-        actual_optimizer, comm, bucket_mib=bucket_mib, reduce=reduce, shards=shards
+        actual_optimizer, comm, bucket_mib=bucket_mib, reduce=reduce, shards=shards, check=check
     )
 
 
@@ -141,6 +147,7 @@ class MultiNodeOptimizer(NotCopied):
         bucket_mib: float = 25.0,
         reduce: Callable[[Bucket], Work[Any] | None] | None = None,
         shards: int | None = None,
+        check: bool = False,
     ) -> None:
         if reduce is not None and shards is not None:
             raise UnsupportedError(
@@ -158,6 +165,7 @@ class MultiNodeOptimizer(NotCopied):
         self._bucket_mib = bucket_mib
         self._passes = None if shards is None else ShardPasses(shards, self._inner, generators())
         self._reduce = reduce or self._passes
+        self._check = check
         self._forget()
         if actual_optimizer.target is not None:
             self._prepare()
@@ -277,29 +285,15 @@ class MultiNodeOptimizer(NotCopied):
     def _note(self, named: list[tuple[str, Any]], changed: _Layout | None) -> int:
         """Return a number that is the same on all ranks while their parameters are.
 
-        It depends on all changes of the layout, on which parameters are frozen, and on one element
-        of each parameter on the CPU, another one in each step. So it costs some microseconds, and
-        notices that a rank has loaded or copied values, or has made a step of its own.
-
         Args:
             named: parameters of the target.
             changed: their layout, if it is no longer that of the buckets.
         """
-        step = self.actual_optimizer.t
-        numbers = [float(step)]
-        for _, parameter in named:
-            rule, array = parameter.update_rule, parameter.raw_array
-            numbers.append(rule is not None and rule.enabled)
-            if type(array) is np.ndarray and array.size and array.dtype.kind in "biuf":
-                value = array.item(step * 7919 % array.size)
-                # The bits of a NaN may differ between ranks.
-                numbers.append(value if value == value else 0.0)
         start = 0
         if changed is not None:
-            start = zlib.crc32(
-                repr([(name, *map(str, rest)) for name, _, *rest in changed]).encode()
-            )
-        return zlib.crc32(struct.pack(f"{len(numbers)}d", *numbers), start)
+            plain = [(name, *map(str, rest)) for name, _, *rest in changed]
+            start = zlib.crc32(repr(plain).encode())
+        return zlib.crc32(sampled(named, self.actual_optimizer.t), start)
 
     def _agree_now(self) -> None:
         """Compare the ranks' parameters by a message, and follow changes that all ranks made."""
@@ -316,7 +310,7 @@ class MultiNodeOptimizer(NotCopied):
     def _compare(self, named: list[tuple[str, Any]]) -> None:
         """Refuse parameters that some ranks have changed since ``setup``."""
         known = {identity for _, identity, *_ in self._layout}
-        compare_parameters(named, self._inner, [id(p) in known for _, p in named])
+        compare_parameters("update", named, self._inner, [id(p) in known for _, p in named])
         self._agreed = True
 
     def _lay_out(self, named: list[tuple[str, Any]], layout: _Layout) -> Gradients:
@@ -406,22 +400,36 @@ class MultiNodeOptimizer(NotCopied):
                 self.actual_optimizer.update(None, *args, **kwds)
         else:
             self.actual_optimizer.update(None, *args, **kwds)
+        if self._check:
+            remedy = "Change weights and the optimizer on all ranks in the same way."
+            check_values(self._inner, list(self._entries()), remedy, "update(check=True)")
+
+    def _entries(self) -> Iterator[StateEntry]:
+        """Yield all values that have to be the same on all ranks after a step."""
+        for name, parameter in distinct_parameters(self.target):
+            # The state is the cause of the weights, so it is compared first.
+            rule = parameter.update_rule
+            if rule is not None:
+                state = {"t": rule.t, **rule.hyperparam.get_dict(), **(rule.state or {})}
+                for key, value in sorted(state.items()):
+                    yield StateEntry(f"{key} of {name} in the optimizer", _plain(value))
+            yield StateEntry(name, parameter.array, rule is not None and rule.enabled)
+        if self._passes is not None:
+            for name, link, attribute in persistent_values(self.target):
+                yield StateEntry(name, _plain(vars(link)[attribute]))
 
     def _draws(self) -> bool:
         """Return whether the step may draw random numbers, which must be the same on all ranks."""
         if self._passes is None and self.comm.size == 1:
             return False
-        rules = [p.update_rule for _, p in self._parameters if p.update_rule is not None]
-        hookable = [self.actual_optimizer._hookable, *(rule._hookable for rule in rules)]
-        used = [
-            type(hook)
-            for owner in hookable
-            for hooks in (owner._pre_update_hooks, owner._post_update_hooks)
-            for hook in hooks.values()
-        ]
+        rules = {p.update_rule for _, p in self._parameters} - {None}
+        kinds = set(map(type, rules))
+        for owner in (self.actual_optimizer, *rules):
+            for hooks in (owner._hookable._pre_update_hooks, owner._hookable._post_update_hooks):
+                kinds.update(map(type, hooks.values()))
         return any(
-            not kind.__module__.startswith("chainer.") or kind.__name__ == "GradientNoise"
-            for kind in {*used, *map(type, rules)}
+            kind.__name__ == "GradientNoise" or not kind.__module__.startswith("chainer.")
+            for kind in kinds
         )
 
     def _compute(self, lossfun: Callable[..., Any], *args: Any, **kwds: Any) -> None:
@@ -560,11 +568,12 @@ class MultiNodeOptimizer(NotCopied):
             MismatchError: the ranks' parameters differ; every rank raises it.
         """
         number = len(self._parameters)
-        gradients.views[number][...] = self.target.xp.asarray(
-            marks_of(self._note(named, changed), gradients.views[number].dtype)
-        )
+        marks = marks_of(self._note(named, changed))
+        view = gradients.views[number]
+        view[...] = self.target.xp.array(marks, view.dtype)
         gradients.ready(number)
         gradients.finish()
+        # The buckets may have been laid out again.
         if changed is not None or not agree(gradients.views[number]):
             self._compare(named)
 
@@ -606,3 +615,9 @@ class MultiNodeOptimizer(NotCopied):
             parameter.grad is view
             for (_, parameter), view in zip(self._parameters, gradients.views)
         )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that has a digest: an array or a number, and a text for other objects."""
+    arrays = chainer.get_array_types()
+    return value if isinstance(value, (*arrays, bool, int, float, str)) else repr(value)

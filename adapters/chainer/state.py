@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MARKS", "agree", "broadcast_state", "compare_parameters", "distinct_parameters",
-    "follow_root", "marks_of", "persistent_values", "sum_of_bits",
+    "follow_root", "marks_of", "persistent_values", "sampled", "sum_of_bits",
 ]  # fmt: skip
 
 #: Length of the array that :func:`marks_of` returns.
@@ -110,22 +111,47 @@ def _described(entry: Any) -> str:
     return f"{name} not initialised" if shape is None else f"{name} {dtype}{list(shape)}"
 
 
+def sampled(named: list[tuple[str, Any]], step: int) -> bytes:
+    """Return bytes that are the same on all ranks while their parameters and weights are.
+
+    They depend on which parameters are frozen, and on one element of each parameter on the CPU,
+    another one in each step. So this costs some microseconds, and shows that a rank has loaded or
+    copied values, or has made a step of its own.
+    """
+    numbers = [float(step)]
+    for _, parameter in named:
+        rule, array = parameter.update_rule, parameter.raw_array
+        numbers.append(rule is not None and rule.enabled)
+        if type(array) is np.ndarray and array.size and array.dtype.kind in "biuf":
+            value = array.item(step * 7919 % array.size)
+            # The bits of a NaN may differ between ranks.
+            numbers.append(value if value == value else 0.0)
+    return struct.pack(f"{len(numbers)}d", *numbers)
+
+
 def compare_parameters(
-    named: list[tuple[str, Any]], comm: Communicator, known: Sequence[bool]
+    what: str,
+    named: list[tuple[str, Any]],
+    comm: Communicator,
+    known: Sequence[bool] = (),
+    *,
+    values: bool = True,
 ) -> None:
     """Check that the ranks have the same parameters, with equal values.
 
     Collective: every rank calls it.
 
     Args:
+        what: operation, for the error.
         named: parameters with their paths.
-        known: for each of them, whether it is the object that the ranks compared before.
+        known: for each of them, whether it is the object of the last step; empty: unknown.
+        values: whether frozen parameters and values have to be equal, too.
 
     Raises:
         MismatchError: the parameters differ; every rank raises it, and names the first one.
     """
     mine = []
-    for (name, p), old in zip(named, known):
+    for (name, p), old in zip(named, known or [True] * len(named)):
         array = p.raw_array
         kind = "not initialised"
         if array is not None:
@@ -134,15 +160,15 @@ def compare_parameters(
         frozen = "trained" if enabled else "not trained (disable_update, or no update rule)"
         origin = "the object of the last step" if old else "another object than in the last step"
         bits = "" if array is None else hex(sum_of_bits(array))
-        mine.append([name, kind, frozen, origin, bits])
+        mine.append([name, kind, *([frozen, origin, bits] if values else [""] * 3)])
     every: list[list[Any]] = comm.all_gather_object(mine)
     for rank, theirs in enumerate(every):
-        what = _first_difference(theirs, every[0], rank)
-        if not what:
+        difference = _first_difference(theirs, every[0], rank)
+        if not difference:
             continue
         others = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
         raise MismatchError(
-            f"update: the parameters of rank(s) {others} are not rank 0's: {what} [rank "
+            f"{what}: the parameters of rank(s) {others} are not rank 0's: {difference} [rank "
             f"{comm.rank} of {comm.size}]. Change parameters on all ranks in the same way, load "
             "snapshots on every rank, or call broadcast() after loading."
         )
@@ -162,30 +188,28 @@ def _first_difference(theirs: list[Any], root: list[Any], rank: int) -> str:
     return ""
 
 
-def marks_of(number: int, dtype: Any) -> np.ndarray[Any, Any]:
-    """Return an array whose average over the ranks shows whether all have the same number.
+def marks_of(number: int) -> list[float]:
+    """Return numbers whose average over the ranks shows whether all have the same ``number``.
 
-    It consists of the 8 digits of the number in base 16, as fractions, and of their squares. These
-    are exact in float16, too. The average of the squares is the square of the average only if all
-    digits are equal. So all ranks come to the same result, from the average alone.
-
-    Args:
-        number: number of 32 bits.
-        dtype: floating-point type of the result.
+    These are the 8 digits in base 16 of a number of 32 bits, as fractions, and their squares, all
+    of which are exact in float16, too. The average of the squares is the square of the average only
+    if all digits are equal. So all ranks come to the same result, from the average alone.
     """
     digits = [(number >> shift & 15) / 16 for shift in range(0, 32, 4)]
-    return np.array([*digits, *(digit * digit for digit in digits)], dtype)
+    return digits + [digit * digit for digit in digits]
 
 
 def agree(average: Any) -> bool:
     """Return whether all ranks had the same number, given the average of their marks."""
-    values = chainer.backends.cuda.to_cpu(average).astype(np.float64)
-    digits, squares = values[: MARKS // 2], values[MARKS // 2 :]
+    values = average.tolist()
     # Rounding of the average in its own dtype. It is far below the variance of any two digits
     # divided by the number of ranks, except for float16 on more than some 20 ranks. There a
     # difference may be seen only in a later step, whose marks are others.
-    rounding = 4 * np.finfo(average.dtype).eps
-    return bool((abs(squares - digits * digits) < rounding).all())
+    rounding = 4 * 2.0 ** (-10 if average.dtype.itemsize == 2 else -23)
+    return all(
+        abs(square - digit * digit) < rounding
+        for digit, square in zip(values[: MARKS // 2], values[MARKS // 2 :])
+    )
 
 
 def persistent_values(link: Any) -> Iterator[tuple[str, Any, str]]:

@@ -12,7 +12,7 @@ import numpy as np
 from chainermn.communicators.communicator_base import CommunicatorBase
 
 from collective.communicator import Communicator
-from collective.errors import InvalidArgumentError
+from collective.errors import InvalidArgumentError, MismatchError
 from collective.memory.annotations import Framework
 from collective.memory.overlap import call_in_place
 
@@ -323,7 +323,14 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
             if not getattr(param.array.flags, "writeable", True):
                 param.array = param.array.copy()
         arrays = [param.array for param in params]
-        call_in_place(functools.partial(self.comm.broadcast, arrays, root=0), arrays)
+        try:
+            call_in_place(functools.partial(self.comm.broadcast, arrays, root=0), arrays)
+        except MismatchError as error:
+            # ChainerMN's optimizer calls this if the set of parameters has changed on this rank.
+            packed = self._packed.get(model)
+            for change in () if packed is None else packed.changes(named):
+                error.add_note(f"On this rank [{self.rank} of {self.size}] {change}.")
+            raise
 
     def multi_node_mean_grad(self, model: chainer.Link, zero_fill: bool = False) -> None:
         """Replace the gradients of ``model`` by their means over the ranks.

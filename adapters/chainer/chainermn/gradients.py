@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import chainer
 import numpy as np
 
+from collective.adapters.chainer.state import MARKS, agree, compare_parameters, marks_of, sampled
 from collective.communicator import Communicator
 from collective.contract.work import Work
 from collective.errors import MismatchError
@@ -16,12 +17,8 @@ from collective.training.gradients import Gradients, Parameter
 
 __all__ = ["PackedGradients"]
 
-# Number of elements in the buffer that identify which gradients a rank has: bytes of a digest.
-_MARKS = 8
 # Number of bytes that are copied and reduced at once. They should stay in the processor's cache.
 _BUCKET_BYTES = 8 << 20
-# Largest deviation of an average of such bytes that is rounding, as in float16, and no difference.
-_ROUNDING = 0.25
 
 
 class PackedGradients:
@@ -31,9 +28,10 @@ class PackedGradients:
     The next :meth:`begin` overwrites them. The model's previous gradients (read-only, not
     contiguous, or one array for two parameters) are only read.
 
-    The buffer also contains some bytes of a digest of the set of gradients that are None on this
-    rank. If all ranks have the same digest, the average of these bytes is equal to each rank's
-    own. So the comparison costs no message.
+    The buffer also contains two notes of this rank (:func:`marks_of`): one on its parameters and on
+    which of them have no gradient, the other one on their values. So the comparison of the ranks
+    costs no message. Values may differ from the beginning, since ChainerMN does not require equal
+    models here. But values that were equal must stay so.
 
     Args:
         comm: communicator that connects the ranks.
@@ -47,7 +45,9 @@ class PackedGradients:
         self._missing: list[str] = []
         self._zero_fill = True
         self._works: list[Work[Any]] = []
-        self._marks = np.zeros(_MARKS)
+        self._marks: list[float] = []
+        self._step = 0
+        self._equal = False  # whether the values were equal on all ranks in the last step
 
     def begin(
         self,
@@ -72,37 +72,47 @@ class PackedGradients:
         layout = [
             (name, tuple(param.shape), (wire or param.dtype).name) for name, param in self._named
         ]
-        if self._engine is None or layout != self._layout:
-            self._engine = None  # frees its memory before the new engine allocates
-            self._engine = self._lay_out(layout)
-            self._layout = layout
         self._zero_fill = bool(zero_fill)
         self._missing = [name for name, param in self._named if param.grad is None]
-        missing = "" if self._zero_fill else repr(self._missing)
-        digest = hashlib.blake2b(f"{self._zero_fill}{missing}".encode(), digest_size=_MARKS)
-        self._marks = np.frombuffer(digest.digest(), np.uint8).astype(np.float64)
-        for bucket in self._engine.buckets:
+        self._note(named, layout)
+        if self._engine is not None and layout != self._layout:
+            # The other ranks may not have changed their model: they reduce the buckets meanwhile.
+            for view in self._engine.views[:-1]:
+                view[...] = 0
+            self._reduce(self._engine, fill=False)
+            self._compare()
+            self._engine = None  # frees its memory before the new engine allocates
+        if self._engine is None:
+            self._engine = self._lay_out(layout)
+            self._layout = layout
+        self._reduce(self._engine, async_op=async_op)
+
+    def _note(self, named: list[tuple[str, Any]], layout: list[Any]) -> None:
+        """Set the marks of this rank's parameters, and of their values."""
+        own = [self._zero_fill, layout, [] if self._zero_fill else self._missing]
+        own.append([name for name, param in named if param.array is None])
+        values = zlib.crc32(sampled(self._named, self._step))
+        self._marks = marks_of(zlib.crc32(repr(own).encode(), self._step)) + marks_of(values)
+        self._step += 1
+
+    def _reduce(self, engine: Gradients, fill: bool = True, async_op: bool = False) -> None:
+        """Average the buckets over the ranks, with the model's gradients if ``fill`` is true."""
+        for bucket in engine.buckets:
             for number, view in zip(bucket.members, bucket.views):
-                grad = self._contents(number, view)
-                if grad is not view:
-                    view[...] = grad
+                if number == len(engine.views) - 1:
+                    view[...] = chainer.backend.get_array_module(view).array(self._marks)
+                elif fill and (grad := self._named[number][1].grad) is not view:
+                    view[...] = 0 if grad is None else grad
             # The reduction starts here, while the copied bytes are in the processor's cache.
             array = bucket.array
             work = self._comm.all_reduce(array, op="avg", out=array, async_op=async_op)
             if async_op:
                 self._works.append(work)
 
-    def _contents(self, number: int, view: Any) -> Any:
-        """Return the contents for the place of a gradient, or of the digest, in the buffer."""
-        if number == len(self._named):
-            return chainer.backend.get_array_module(view).asarray(self._marks.astype(view.dtype))
-        grad = self._named[number][1].grad
-        return 0 if grad is None else grad
-
     def _lay_out(self, layout: Sequence[tuple[str, tuple[int, ...], str]]) -> Gradients:
         parameters = [Parameter(*fields) for fields in layout]
         kind = layout[0][2] if layout else "float32"
-        parameters.append(Parameter("(which gradients there are)", (_MARKS,), kind))
+        parameters.append(Parameter("(notes of the ranks)", (2 * MARKS,), kind))
         on_gpu = [p.array for _, p in self._named if not isinstance(p.array, np.ndarray)]
         return Gradients(
             self._comm,
@@ -111,6 +121,13 @@ class PackedGradients:
             bucket_bytes=_BUCKET_BYTES,
             first_bytes=_BUCKET_BYTES,
         )
+
+    def changes(self, named: Sequence[tuple[str, Any]]) -> list[str]:
+        """Return how the set of parameters differs from that of the last step."""
+        before = {name for name, _ in self._named}
+        now = {name for name, param in named if param.array is not None}
+        added = [f"{name} was added or initialised" for name in sorted(now - before)]
+        return added + [f"{name} was deleted" for name in sorted(before - now)]
 
     def wait(self) -> None:
         """Wait for the reductions that :meth:`begin` has started."""
@@ -128,11 +145,8 @@ class PackedGradients:
         """
         assert self._engine is not None, "unpack() before begin()"
         self.wait()
+        self._compare()
         views = self._engine.views
-        here = chainer.backends.cuda.to_cpu(views[-1])
-        off = abs(here.astype(np.float64) - self._marks)
-        if not bool((off < _ROUNDING).all()):
-            self._explain()
         if chainer.is_debug():
             self._check_finite()
         for (_, param), view in zip(self._named, views):
@@ -140,9 +154,23 @@ class PackedGradients:
                 continue
             param.grad = view if view.dtype == param.dtype else view.astype(param.dtype)
 
+    def _compare(self) -> None:
+        """Compare the ranks' notes that came with the gradients; every rank raises the error."""
+        assert self._engine is not None
+        marks = self._engine.views[-1]
+        same, equal = agree(marks[:MARKS]), agree(marks[MARKS:])
+        drifted = self._equal and not equal
+        if not same or drifted:
+            compare_parameters("multi_node_mean_grad", self._named, self._comm, values=drifted)
+        if not same:
+            self._explain()
+        self._equal = equal
+
     def _explain(self) -> None:
-        """Raise an error, on every rank, that lists the missing gradients of each rank."""
+        """Raise an error, on every rank, that lists the missing gradients, if these differ."""
         every: list[Any] = self._comm.all_gather_object([self._zero_fill, self._missing])
+        if all(theirs == every[0] or (theirs[0] and every[0][0]) for theirs in every):
+            return
         lines = [
             f"  rank {rank}: "
             + ("zero_fill=True" if filled else "None for " + (_few(missing) or "no parameter"))

@@ -180,3 +180,36 @@ def test_parameter_initialised_on_one_rank_raises_on_all_ranks(comm: Any) -> Non
         net.late(X) if comm.rank == 1 else step(comm, net, optimizer)
     notes = "".join(getattr(caught.value, "__notes__", ()))
     assert ("/late/W" in notes) == (comm.rank == 1)
+
+
+def one_element(optimizer: Any) -> None:
+    optimizer.target.first.W.array[3, 3] += 1
+
+
+def momentum(optimizer: Any) -> None:
+    optimizer.target.last.b.update_rule.state["v"][1] += 1
+
+
+def rate(optimizer: Any) -> None:
+    optimizer.lr = 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(one_element, "/first/W"), (momentum, "v of /last/b in the optimizer"), (rate, "lr of /first/W in the optimizer")],
+)
+def test_check_names_first_difference_after_the_step(change: Any, name: str) -> None:
+    for told in run("shm-2", _checked, change):
+        assert told.startswith(f"update(check=True): the values of {name} on rank 1 differ")
+
+
+def _checked(comm: Any, change: Any) -> str:
+    net = Net()
+    momentum_sgd = chainer.optimizers.MomentumSGD(0.1)
+    optimizer = create_multi_node_optimizer(momentum_sgd, comm, check=True).setup(net)
+    step(comm, net, optimizer)
+    if comm.rank == 1:
+        change(optimizer)
+    with pytest.raises(MismatchError) as caught:
+        step(comm, net, optimizer)
+    return str(caught.value)
