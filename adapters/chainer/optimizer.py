@@ -41,6 +41,7 @@ from .state import (
     follow_root,
     marks_of,
     persistent_values,
+    same_on_all,
     sampled,
 )
 
@@ -301,8 +302,7 @@ class MultiNodeOptimizer(NotCopied):
         layout = self._describe(named)
         changed = self._gradients is not None and layout != self._layout
         note = self._note(named, layout if changed else None)
-        highest, lowest = self._inner.all_reduce(np.array([note, -note]), op="max").tolist()
-        if highest != -lowest or changed:
+        if not same_on_all(note, self._inner) or changed:
             self._compare(named)
         if self._gradients is None or changed:
             self._lay_out(named, layout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -13,6 +13,8 @@ from chainer.dataset import convert
 
 from collective.contract.copying import NotCopied
 from collective.errors import InvalidArgumentError
+
+from .state import persistent_values
 
 __all__ = ["ParallelUpdater", "Replicas", "call_with"]
 
@@ -88,7 +90,7 @@ class Replicas(NotCopied):
 
         Raises:
             InvalidArgumentError: the number of batches is not the number of replicas, or the first
-                replica has no samples.
+                replica has no samples; or the link's parameters are no longer those of the copies.
         """
         if len(batches) != len(self.links):
             raise InvalidArgumentError(
@@ -120,6 +122,7 @@ class Replicas(NotCopied):
             loss.unchain()
             return loss
 
+        self._refuse_changes()
         first = None
         if any(not parameter.is_initialized for parameter in self.links[0].params()):
             # The copies have to start from the values that the link draws.
@@ -149,6 +152,19 @@ class Replicas(NotCopied):
             results[index] = future.result()
         ambience.report()
         return results
+
+    def _refuse_changes(self) -> None:
+        """Refuse a link whose parameters are others than those of its copies."""
+        main, *copies = (dict(_kinds(link)) for link in self.links)
+        for kinds in copies:
+            for name in [*main, *kinds]:
+                here, there = (k.get(name, "absent") for k in (main, kinds))
+                # A copy may be initialised later, by copy_params().
+                if here != there and "" not in (here, there):
+                    raise InvalidArgumentError(
+                        f"backward: {name} is {here} in the link, but {there} in a copy of it. "
+                        "Make the Replicas, or the updater, anew after such a change of the link."
+                    )
 
     def copy_params(self) -> None:
         """Give the copies the link's parameters and persistent values, after its update."""
@@ -186,6 +202,14 @@ class _Ambience:
         for _, observation in sorted(self._observations.items()):
             assert self._reporter is not None
             self._reporter.observation.update(observation)
+
+
+def _kinds(link: Any) -> Iterator[tuple[str, str]]:
+    """Yield names, dtypes and shapes of parameters, and names of persistent values."""
+    for name, p in link.namedparams():
+        yield name, "" if p.array is None else f"{p.array.dtype}{list(p.array.shape)}"
+    for path, _, _ in persistent_values(link):
+        yield path, "a persistent value"
 
 
 def call_with(function: Callable[..., Any], arguments: Any) -> Any:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MARKS", "agree", "broadcast_state", "compare_parameters", "distinct_parameters",
-    "follow_root", "marks_of", "persistent_values", "sampled", "sum_of_bits",
+    "follow_root", "marks_of", "persistent_values", "same_on_all", "sampled", "sum_of_bits",
 ]  # fmt: skip
 
 #: Length of the array that :func:`marks_of` returns.
@@ -42,6 +42,12 @@ def sum_of_bits(array: Any) -> int:
     flat = array.ravel()
     word = "u8" if flat.size and flat.nbytes % 8 == 0 else f"u{min(flat.itemsize, 8)}"
     return int(flat.view(word).sum(dtype="u8"))
+
+
+def same_on_all(number: int, comm: Communicator) -> bool:
+    """Return whether all ranks have passed the same number, below 2**63. Collective."""
+    highest, lowest = comm.all_reduce(np.array([number, -number]), op="max").tolist()
+    return bool(highest == -lowest)
 
 
 def broadcast_state(

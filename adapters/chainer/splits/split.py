@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Sequence
 from operator import methodcaller
 from typing import Any
 
 import chainer
 
-from collective.adapters.chainer.state import broadcast_state, follow_root
+from collective.adapters.chainer.state import (
+    broadcast_state,
+    compare_parameters,
+    distinct_parameters,
+    follow_root,
+    same_on_all,
+    sampled,
+)
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, UnsupportedError
 from collective.training.splits.cuts import Cuts, Framework
@@ -110,14 +118,17 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
             self.link = link
         self._filters = self._cuts.prepare(link)
         self.joined: tuple[str, ...] = ()
+        self._comm = comm
+        self._calls = 0
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the link.
 
         Raises:
             InvalidArgumentError: ``x`` is no array or variable of at least two dimensions.
-            MismatchError: with ``COLLECTIVE_CHECK=always``, parameters, persistent values or inputs
-                differ between ranks; every rank raises it.
+            MismatchError: parameters differ between ranks, of which each call for training compares
+                one element each; or with ``COLLECTIVE_CHECK=always``, parameters, persistent values
+                or inputs differ. Every rank raises it.
             ShapeError: ``x`` has fewer data axes than are cut; or a layer gets another number of
                 channels, or fewer rows, than its weights need.
             UnsupportedError: with ``strict``, a function needs its input whole.
@@ -129,8 +140,21 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
                 "channels, ...))."
             )
         x = chainer.as_variable(x)
+        if self._comm is not None and chainer.config.enable_backprop:
+            self._compare(self._comm)
         result, self.joined = self._cuts.computed(self.link, self._filters, x, args, kwargs)
         return result
+
+    def _compare(self, comm: Communicator) -> None:
+        """Compare the parameters of which all ranks have the whole. Collective."""
+        own = self._filters
+        named = [
+            (n, p) for n, p in distinct_parameters(self.link) if own is None or not own.piece(p)
+        ]
+        note = zlib.crc32(sampled(named, self._calls))
+        self._calls += 1
+        if not same_on_all(note, comm):
+            compare_parameters("Split", named, comm)
 
     def serialize(self, serializer: Any) -> None:
         """Serialize the link's arrays, each one whole.

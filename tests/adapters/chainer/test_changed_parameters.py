@@ -196,7 +196,11 @@ def rate(optimizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("change", "name"),
-    [(one_element, "/first/W"), (momentum, "v of /last/b in the optimizer"), (rate, "lr of /first/W in the optimizer")],
+    [
+        (one_element, "/first/W"),
+        (momentum, "v of /last/b in the optimizer"),
+        (rate, "lr of /first/W in the optimizer"),
+    ],
 )
 def test_check_names_first_difference_after_the_step(change: Any, name: str) -> None:
     for told in run("shm-2", _checked, change):

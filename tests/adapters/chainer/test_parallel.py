@@ -192,3 +192,21 @@ def test_replicas_with_bad_arguments_raise(tmp_path: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="no samples for the first"):
         replicas.backward([None])
     replicas.close()
+
+
+@pytest.mark.parametrize("change", ["dtype", "shape", "added", "deleted"])
+def test_link_that_changed_after_its_copies_were_made_is_refused_by_name(change: str) -> None:
+    model = Net()
+    replicas = Replicas(model, ["@numpy"] * 2)
+    if change == "dtype":
+        model.last.W.array = model.last.W.array.astype("f")
+    elif change == "shape":
+        model.last.W = chainer.Parameter(np.zeros((3, 8)))
+    elif change == "deleted":
+        del model.last.W
+    else:
+        with model.last.init_scope():
+            model.last.W2 = chainer.Parameter(np.zeros(2))
+    with pytest.raises(InvalidArgumentError, match="backward: /last/W"):
+        replicas.backward(converted(replicas))
+    replicas.close()

@@ -100,6 +100,36 @@ def _normalised(comm: collective.Communicator, x: Any) -> Any:
         return Split(L.BatchNormalization(4), data=(comm.size,), comm=comm)(x).array
 
 
+# -- replicas --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("filters", ["all", "own"])
+@pytest.mark.parametrize("change", ["values", "frozen"])
+def test_parameters_that_differ_after_split_raise_on_all_ranks(change: str, filters: str) -> None:
+    text = {"values": "the values of /1/W differ on rank 1", "frozen": "/1/W is not trained"}
+    for told in run_ranks(2, _drifted, change, filters):
+        assert text[change] in told
+
+
+def _drifted(comm: collective.Communicator, change: str, filters: str) -> str:
+    link = chainer.Sequential(L.Convolution2D(4, 4, 1), L.Bias(shape=(4, 1, 1)))
+    with link[1].init_scope():
+        link[1].W = chainer.Parameter(np.ones((1, 4, 1, 1), "f"))
+    split = Split(link, channels=2, filters=filters, comm=comm)
+    chainer.optimizers.SGD().setup(split)
+    x = np.ones((1, 4, 3, 3), np.float32)
+    split(x)
+    if comm.rank == 1 and change == "values":
+        link[1].W.array[...] = 2
+    elif comm.rank == 1:
+        link[1].disable_update()
+    try:
+        split(x)
+    except collective.MismatchError as error:
+        return str(error)
+    return "no error"
+
+
 # -- errors ----------------------------------------------------------------------------------
 
 
