@@ -27,7 +27,7 @@ import chainer
 import numpy as np
 
 from collective.errors import InvalidArgumentError, MismatchError
-from collective.training.shard_passes import Generator, ShardPasses, StateFold
+from collective.training.shard_passes import Generator, ShardPasses, StateFold, of_numpy
 
 from .state import distinct_parameters, sum_of_bits
 
@@ -62,16 +62,11 @@ def _generator_of(value: Any) -> Generator | None:
     """Return the functions of a generator in an attribute; None for another object."""
     if isinstance(value, random.Random):
         return Generator(int, value.seed, value.getstate, value.setstate)
-    if not isinstance(value, (np.random.RandomState, np.random.Generator)):
-        return None
-    bits: Any = getattr(value, "bit_generator", None)
     if isinstance(value, np.random.RandomState):
-
-        def seed(number: int) -> None:
-            kind = getattr(np.random, value.get_state(legacy=False)["bit_generator"])
-            value.set_state(np.random.RandomState(kind(number)).get_state(legacy=False))
-
-        return Generator(int, seed, lambda: value.get_state(legacy=False), value.set_state)
+        return of_numpy(value)
+    if not isinstance(value, np.random.Generator):
+        return None
+    bits: Any = value.bit_generator
 
     def restore(state: Any) -> None:
         bits.state = state
@@ -109,7 +104,7 @@ class ShardState:
                 every rank raises it.
         """
         self._begin()
-        self._number = number
+        self._number = self._passes.step = number
         states = [generator.save() for generator in self._generators]
         try:
             yield

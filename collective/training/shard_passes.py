@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collective.communicator import Communicator
     from collective.contract.work import Work
 
-__all__ = ["Generator", "ShardPasses", "StateFold", "seeded"]
+__all__ = ["Generator", "ShardPasses", "StateFold", "of_numpy", "seeded"]
 
 
 class Generator(NamedTuple):
@@ -37,16 +37,29 @@ class Generator(NamedTuple):
     restore: Callable[[Any], object]
 
 
-# The first word of both states is a constant after most ways to seed.
+def of_numpy(generator: Any) -> Generator:
+    """Return the functions of ``numpy.random`` itself, or of a ``RandomState``."""
+
+    def save() -> Any:
+        return generator.get_state(legacy=False)
+
+    def origin() -> int:
+        state = save()["state"]
+        # The first word is a constant after most ways to seed.
+        return int(state["key"][1] if "key" in state else next(iter(state.values())) % 2**32)
+
+    def seed(number: int) -> None:
+        # The program may have chosen another kind than NumPy's default, which cannot be reseeded.
+        kind: Any = getattr(np.random, save()["bit_generator"])
+        generator.set_state(np.random.RandomState(kind(number)).get_state(legacy=False))
+
+    return Generator(origin, seed, save, generator.set_state)
+
+
 _OF_PYTHON = Generator(
     lambda: random.getstate()[1][1], random.seed, random.getstate, random.setstate
 )
-_OF_NUMPY = Generator(
-    lambda: int(np.random.get_state(legacy=False)["state"]["key"][1]),
-    np.random.seed,
-    lambda: np.random.get_state(legacy=False),
-    np.random.set_state,
-)
+_OF_NUMPY = of_numpy(np.random)
 
 # Ranks that are threads share the generators.
 _one_thread = threading.Lock()
@@ -94,6 +107,8 @@ class ShardPasses:
         is_last: whether the present pass is that of this rank's last shard. A rank without shards
             has only such passes.
         running: whether the passes of a step are under way.
+        step: number of the next step. A caller that counts steps itself, also after a loss of
+            ranks, sets it before each step.
     """
 
     def __init__(
@@ -103,6 +118,8 @@ class ShardPasses:
         self._generators = [_OF_PYTHON, _OF_NUMPY, *generators]
         self._states: list[Any] | None = None  # from before the loop that runs
         self._loop: object = None
+        self._origins: list[int] | None = None  # those of rank 0, from its first step on
+        self.step = 0
         self.rebind(comm)
 
     def rebind(self, comm: Communicator) -> None:
@@ -110,9 +127,7 @@ class ShardPasses:
         self.comm = comm
         self.shards = Shards(self._total, comm)
         self._folds: dict[tuple[int, int, str], ShardFold] = {}
-        # Number of the step, and rank 0's origins. A rank that has joined knows neither.
-        self._step = 0
-        self._origins: list[int] | None = None
+        self._agreed = False  # a rank that has joined does not know the step and the origins
         self.begin()
 
     def begin(self) -> None:
@@ -125,10 +140,13 @@ class ShardPasses:
     def __iter__(self) -> Iterator[int]:
         """Yield the shards of this rank, and set ``is_last`` before each of them. Collective."""
         self.begin()
-        if self._origins is None:
-            origins = [generator.origin() for generator in self._generators]
-            self._origins = self.comm.broadcast_object(origins)
-        step, self._step = self._step, self._step + 1
+        if not self._agreed:
+            origins = self._origins or [generator.origin() for generator in self._generators]
+            agreed: Any = self.comm.broadcast_object([self.step, origins])
+            self.step, self._origins = agreed
+            self._agreed = True
+        assert self._origins is not None
+        step, self.step = self.step, self.step + 1
         if self._states is None:  # else a loop was abandoned
             self._states = [generator.save() for generator in self._generators]
         self.running = True

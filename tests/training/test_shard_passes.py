@@ -57,6 +57,37 @@ def test_abandoned_loop_does_not_disturb_the_next_one() -> None:
     assert of_python == random.Random(0).random()
 
 
+def _resumed(comm: Any) -> Any:
+    np.random.seed(comm.rank)
+    passes = ShardPasses(TOTAL, comm)
+    before = [np.random.rand() for _ in passes]
+    np.random.seed(5)
+    passes.rebind(comm.dup())
+    passes.step = 0
+    return before == [np.random.rand() for _ in passes]
+
+
+def test_step_after_rebind_has_the_seeds_of_the_step_before(pool: RankPool) -> None:
+    assert all(pool.run(_resumed))
+
+
+def test_generator_of_another_kind_is_seeded_and_restored() -> None:
+    own = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        first, second = (run_ranks(1, _drawn_from_present_generator)[0] for _ in range(2))
+        after = np.random.rand()
+    finally:
+        np.random.set_bit_generator(own)
+    assert first == second
+    assert len(set(first)) == TOTAL
+    assert after == np.random.RandomState(np.random.PCG64(3)).rand()
+
+
+def _drawn_from_present_generator(comm: Any) -> list[float]:
+    return [np.random.rand() for _ in ShardPasses(TOTAL, comm)]
+
+
 def _folded(comm: Any) -> Any:
     passes = ShardPasses(TOTAL, comm)
     mask, mean, count = np.full(2, -3e38, np.float32), np.ones(1), np.zeros(1, np.int64)
