@@ -120,7 +120,9 @@ class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
             if tracks and has_statistics and joined.count:
                 self._track(joined)
         # If a peer needs a gradient, this rank is in the graph as well, even if it needs none.
-        token = torch.zeros((), requires_grad=joined.wanted and torch.is_grad_enabled())
+        token = torch.zeros(
+            (), device="cpu", requires_grad=joined.wanted and torch.is_grad_enabled()
+        )
         mean, var = joined.mean.to(kind), joined.var.to(kind)
         normalise: Any = _Normalise.apply
         result: torch.Tensor = normalise(x, weight, bias, token, mean, var, self.eps, joined)

@@ -108,7 +108,9 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
         if self.shuffle:
             generator = torch.Generator()
             generator.manual_seed(self.seed + self.epoch)
-            order: list[int] = torch.randperm(self._length, generator=generator).tolist()
+            order: list[int] = torch.randperm(
+                self._length, generator=generator, device="cpu"
+            ).tolist()
         else:
             order = list(range(self._length))
         total = start + self._dealt(start) if start < self._length else start

@@ -204,6 +204,8 @@ class DistributedDataParallel(Copyable):
         untyped.register_state_dict_post_hook(without_prefix)
         untyped.register_load_state_dict_pre_hook(with_prefix)
 
+    # The buckets outlive a caller's inference mode, in whose tensors no gradient may be written.
+    @torch.inference_mode(False)
     def _connect(self) -> None:
         module = self.module
         for hook in vars(self).get("_hooks", ()):  # of parameters that have changed

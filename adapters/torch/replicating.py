@@ -368,8 +368,9 @@ def _rebuilt(tensor: Tensor, parts: Any) -> Tensor:
         return dense
     indices, values = next(parts), next(parts)
     return torch.sparse_coo_tensor(
-        indices, values, tensor.shape, is_coalesced=tensor.is_coalesced(), check_invariants=False
-    )
+        indices, values, tensor.shape, device=values.device, is_coalesced=tensor.is_coalesced(),
+        check_invariants=False,
+    )  # fmt: skip
 
 
 def _in_memory_order(tensor: Tensor) -> tuple[Tensor, list[int]]:

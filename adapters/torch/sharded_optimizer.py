@@ -110,7 +110,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         shares = [self._shared(group) for group in self.param_groups]
         # Optimizer classes need at least one parameter. A rank without a share passes an empty
         # one, which never gets a gradient.
-        self._nothing = torch.zeros(0, requires_grad=True)
+        self._nothing = torch.zeros(0, device="cpu", requires_grad=True)
         if not any(share["params"] for share in shares):
             shares[0]["params"] = [self._nothing]
         self._local = self._made(shares)

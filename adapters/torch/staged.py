@@ -122,7 +122,7 @@ class Staging:
         """Adopt the storage of a tensor, if every rank has a storage that it could adopt."""
         storage = tensor.untyped_storage()
         state = self._possible(tensor, storage)
-        lowest = torch.tensor([state, -state], dtype=torch.int8)
+        lowest = torch.tensor([state, -state], dtype=torch.int8, device="cpu")
         comm.all_reduce(lowest, op="min", out=lowest, timeout=seconds)
         if lowest.tolist() != [_COULD, -_COULD]:
             return

@@ -161,7 +161,9 @@ def empty_sparse(like: torch.Tensor, sparse_dim: int = 1) -> torch.Tensor:
     """
     indices = torch.zeros((sparse_dim, 0), dtype=torch.int64, device=like.device)
     values = like.new_zeros((0, *like.shape[sparse_dim:]))
-    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        indices, values, like.shape, device=like.device, check_invariants=False
+    )
 
 
 def all_reduce_sparse(
@@ -202,4 +204,7 @@ def sum_sparse(x: torch.Tensor, comm: Communicator, timeout: float | None = None
     # The indices are transposed to one row per element, because all_gather joins along axis 0.
     indices = comm.all_gather(mine.indices().t().contiguous(), timeout=timeout)
     values = comm.all_gather(mine.values().contiguous(), timeout=timeout)
-    return torch.sparse_coo_tensor(indices.t(), values, x.shape, check_invariants=False).coalesce()
+    total = torch.sparse_coo_tensor(
+        indices.t(), values, x.shape, device=x.device, check_invariants=False
+    )
+    return total.coalesce()

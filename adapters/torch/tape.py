@@ -64,7 +64,7 @@ class Tape:
         """Run a step, as a node of the graph if gradients are enabled."""
         # With the token, the step is a node even if ``x`` requires no gradient: other ranks'
         # tensors may require one.
-        token = torch.zeros((), requires_grad=torch.is_grad_enabled())
+        token = torch.zeros((), device="cpu", requires_grad=torch.is_grad_enabled())
         node: Any = _Nonlinear if step.keeps else _Linear
         y: torch.Tensor = node.apply(step, x, token)
         return y

@@ -172,7 +172,7 @@ class Connector:
         # Start every message before waiting for any of them. Otherwise one silent stranger would
         # use up the time of all other peers.
         for peer in peers:
-            coming[peer] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
+            coming[peer] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8, device="cpu")
             proof = bytearray(self._proof(f"{purpose} {rank} {peer}"))
             going[peer] = torch.frombuffer(proof, dtype=torch.uint8)
             with self._connection_of(peer):

@@ -279,7 +279,7 @@ def cut(group: Any, rank: int, size: int) -> None:
     times out closes all connections of its process group, so that a late message cannot match
     another receive. So this function posts a receive that no rank will answer.
     """
-    nothing = torch.empty(1, dtype=torch.uint8)
+    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
     for peer in range(size):
         if peer != rank:
             # A connection that is closed already raises at once; then the next peer is tried.

@@ -102,7 +102,7 @@ class Tensors(Arrays):
         return mean, average((y - near(mean)[..., None]).square().sum(-1))
 
     def seed(self) -> int:
-        return int(torch.randint(2**62, ()))
+        return int(torch.randint(2**62, (), device="cpu"))
 
     def generator(self, seed: int | None) -> torch.Generator | None:
         return None if seed is None else torch.Generator().manual_seed(seed)

@@ -84,7 +84,7 @@ def _outputs(module: torch.nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
 
 def _scalar(result: Any) -> Tensor:
     """Return a loss to which all elements contribute differently."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for leaf in nested.flatten(result):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             weights = torch.linspace(-1, 1, leaf.numel(), dtype=leaf.dtype, device=leaf.device)

@@ -128,7 +128,7 @@ def interpolate(
 
 def _ramp(n: int) -> torch.Tensor:
     """Return the numbers of the rows of an axis, as a tensor."""
-    return torch.arange(n, dtype=torch.float64).reshape(1, 1, n)
+    return torch.arange(n, dtype=torch.float64, device="cpu").reshape(1, 1, n)
 
 
 def pad(

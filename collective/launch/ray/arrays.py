@@ -205,7 +205,7 @@ class SharedMemoryTransport(_Manager):  # type: ignore[misc]
     def _array_of(self, memory: np.ndarray[Any, Any], shape: Any, dtype: Any) -> Any:
         torch = importlib.import_module("torch")
         if 0 in shape:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(memory, dtype=dtype, count=shape.numel()).reshape(shape)
 
 
