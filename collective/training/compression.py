@@ -4,6 +4,9 @@ Each class is a ``reduce`` for :class:`collective.gradients.Gradients`, and so f
 built on it. Some classes leave a part of a gradient out. They keep this part and add it to the next
 gradient (*error feedback*), so that it arrives later instead of never. All classes work on
 arrays of any framework of the array API, on the device where the arrays are.
+
+An element may overflow or underflow on one rank only. So it causes neither an error nor a warning
+of NumPy, as in a reduction without compression.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class _Then(Work[None]):
     def wait(self, timeout: float | None = None) -> None:
         self._work.wait(timeout)
         if not self._over:
-            self._run(self._function)  # type: ignore[arg-type]  # the return value is not used
+            with np.errstate(all="ignore"):
+                self._run(self._function)  # type: ignore[arg-type]  # the return value is not used
         if self._error is not None:
             raise self._error
 
@@ -65,6 +69,7 @@ class Cast:
         """Continue with another communicator."""
         self._comm = comm
 
+    @np.errstate(all="ignore")
     def __call__(self, bucket: Bucket) -> Work[Any]:
         array = bucket.array
         xp = _namespace(array)
@@ -108,6 +113,7 @@ class TopK:
         """Continue with another communicator."""
         self._comm = comm
 
+    @np.errstate(all="ignore")
     def __call__(self, bucket: Bucket) -> Work[Any]:
         array, key = bucket.array, tuple(bucket.members)
         xp = _namespace(array)
@@ -164,6 +170,7 @@ class PowerSGD:
         """Continue with another communicator."""
         self._comm = comm
 
+    @np.errstate(all="ignore")
     def __call__(self, bucket: Bucket) -> Work[Any]:
         xp = _namespace(bucket.array)
         matrices, others = {}, []

@@ -95,6 +95,7 @@ class PackedGradients:
         self._marks = marks_of(zlib.crc32(repr(own).encode(), self._step)) + marks_of(values)
         self._step += 1
 
+    @np.errstate(all="ignore")  # a gradient may overflow the wire's dtype on some rank only
     def _reduce(self, engine: Gradients, fill: bool = True, async_op: bool = False) -> None:
         """Average the buckets over the ranks, with the model's gradients if ``fill`` is true."""
         for bucket in engine.buckets:
