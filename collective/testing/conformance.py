@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from collective.contract.backend import Backend
-from collective.errors import InvalidArgumentError
+from collective.errors import InvalidArgumentError, UnsupportedError
 from collective.launch.mpiexec import Mpiexec
 
 from .checks import Case, Check, RankFactory, registered
@@ -137,7 +137,16 @@ def _run(check: Check, factory: RankFactory, size: int, expected: Mapping[str, s
 
 
 def problem_of(found: Check, factory: RankFactory, size: int, case: Case) -> str | None:
-    """Run one case and return the failure as text, or None."""
+    """Run one case and return the failure as text, or None.
+
+    Raises:
+        UnsupportedError: Python removes assertions, so that every check would pass.
+    """
+    if not __debug__:
+        raise UnsupportedError(
+            "checks: Python runs with -O or PYTHONOPTIMIZE, which remove the assertions that the "
+            "checks consist of. Run them without."
+        )
     try:
         found(factory, size, **case)
     except AssertionError as error:
