@@ -124,6 +124,9 @@ class MultiNodeOptimizer(NotCopied):
     Every initialised parameter takes part in every reduction. A parameter that a rank has not used
     counts as zero there, as in ``GradientMethod.update``.
 
+    Parameters may be added, deleted, replaced, frozen or converted later, if all ranks do so before
+    the same step. In each step the ranks compare the parameters, and one element of each.
+
     There are three ways to make a step, all with the same result:
 
     - ``update(lossfun, *args)``, as the updaters do: the reduction overlaps with the pass;
@@ -366,7 +369,9 @@ class MultiNodeOptimizer(NotCopied):
 
         Raises:
             InvalidArgumentError: the call is within ``no_sync()``, or has no loss function with
-                ``shards``.
+                ``shards``. Or a pass of a shard has changed state that cannot be folded; every
+                rank raises this.
+            MismatchError: the ranks' parameters differ; every rank raises it.
             CollectiveError: the reduction failed; no step has been made.
         """
         if not self._syncing:

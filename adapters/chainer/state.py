@@ -208,10 +208,10 @@ def marks_of(number: int) -> list[float]:
 def agree(average: Any) -> bool:
     """Return whether all ranks had the same number, given the average of their marks."""
     values = average.tolist()
-    # Rounding of the average in its own dtype. It is far below the variance of any two digits
-    # divided by the number of ranks, except for float16 on more than some 20 ranks. There a
-    # difference may be seen only in a later step, whose marks are others.
-    rounding = 4 * 2.0 ** (-10 if average.dtype.itemsize == 2 else -23)
+    # Bound of the rounding in the average's dtype. It is below the variance of any two digits on
+    # some 500 ranks. In float16 it is not, and a difference may be seen only in a later step, whose
+    # marks are others.
+    rounding = 2.0**-7 if average.dtype.itemsize == 2 else 2.0**-17
     return all(
         abs(square - digit * digit) < rounding
         for digit, square in zip(values[: MARKS // 2], values[MARKS // 2 :])
