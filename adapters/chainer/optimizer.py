@@ -62,7 +62,7 @@ _CHAINERMNS = {
 # Attributes of the wrapper; all other attributes belong to the optimizer inside.
 _OWN = frozenset(
     "actual_optimizer comm _inner _bucket_mib _reduce _parameters _gradients _agreed _syncing "
-    "_reduced _passes _layout _held _state _check".split()
+    "_reduced _passes _layout _held _shard_state _check".split()
 )
 # A parameter's name, its identity, and its shape, dtype and device.
 _Layout = list[tuple[str, int, Any, Any, Any]]
@@ -243,7 +243,7 @@ class MultiNodeOptimizer(NotCopied):
         self._held: list[tuple[str, Any]] = []
         self._layout: _Layout = []
         self._gradients = None
-        self._state: Any = None  # ShardState of the target, from the first step with shards
+        self._shard_state: Any = None  # ShardState of the target, from the first step with shards
         self._agreed = False  # whether the ranks' parameters are verified to be equal
         self._syncing = True
         self._reduced = False  # whether the gradients are averaged over all ranks
@@ -451,11 +451,11 @@ class MultiNodeOptimizer(NotCopied):
     ) -> None:
         """Compute the gradients of this rank's shards, and their average over all shards."""
         self._agree_now()
-        if self._state is None:
-            self._state = ShardState(self.target, passes)
-        with self._state.step(self.actual_optimizer.t):
+        if self._shard_state is None:
+            self._shard_state = ShardState(self.target, passes)
+        with self._shard_state.step(self.actual_optimizer.t):
             for shard in passes:
-                with self._state.passing(shard):
+                with self._shard_state.passing(shard):
                     self._compute(lossfun, shard, *args, **kwds)
             if not passes.shards.mine:
                 assert self._gradients is not None

@@ -27,9 +27,10 @@ THIRD_PARTY = {
     ("backends/mpi", "mpi4py has no public name for a handle's address as a pointer"): "_handleof",
     ("adapters/chainer", "Chainer is complete, and has no public names for this state"): (
         "_backprop_to_all _call_converter _comm _config_use_ideep _done _extensions _fp32_param "
-        "_get_reporters _global_except_hook _highprec_dtype _IteratorProgressBar _iterators _local "
-        "_loss_scale _not_empty_cond _observer_names _orig_except_hook _persistent _progress_bar "
-        "_reduce _retained_output_data _snapshot_elapsed_time _start_at _state _task _w_dtype"
+        "_get_reporters _global_except_hook _highprec_dtype _hookable _IteratorProgressBar "
+        "_iterators _local _loss_scale _not_empty_cond _observer_names _orig_except_hook "
+        "_persistent _post_update_hooks _pre_update_hooks _progress_bar _reduce "
+        "_retained_output_data _snapshot_elapsed_time _start_at _state _task _w_dtype"
     ),
     ("adapters/chainer/compatibility", "state that multiprocessing's own join() reads"): (
         "_is_zero _semlock _unfinished_tasks"
