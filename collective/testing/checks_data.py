@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import mmap
 import tempfile
 from typing import Any
@@ -13,7 +14,7 @@ from collective.communicator import Communicator
 from collective.contract.capabilities import Capabilities
 from collective.memory.annotations import Framework
 
-from .checks import Case, on_each_rank
+from .checks import Case, on_each_rank, roots
 from .kinds import Exporter
 from .samples import LARGE, Array, assert_same, expected, has, moved, piece, values
 
@@ -169,6 +170,27 @@ def check_empty_out_inside_x(comm: Communicator) -> None:
             wanted = np.full(size, comm.rank * (comm.size if name == "reduce_scatter" else 1))
             assert_same(found, wanted.astype(np.int32), f"{name} of a piece each")
             assert_same(mine, x, f"the input of {name}")
+
+
+@on_each_rank(roots)
+def check_whole_axis_in_place(comm: Communicator, root: int) -> None:
+    """Check that ``out`` may lie over ``x`` if one rank has the whole axis, for every axis."""
+    shape = (5, 2, 3)
+    inputs = [values("int32", shape, rank, 59) for rank in range(comm.size)]
+    views = {"x": lambda x: x, "a view": lambda x: x[:], "x.T": lambda x: x.reshape(3, 2, 5).T}
+    calls = ("reduce_scatter", "scatter", "gather", "all_gather")
+    for axis, (name, over), call in itertools.product(range(3), views.items(), calls):
+        counts = [shape[axis] * (rank == root) for rank in range(comm.size)]
+        part = piece(shape, comm.rank, comm.size, axis, counts)
+        joins = call in ("gather", "all_gather")
+        x = inputs[comm.rank][part if joins else ...].copy()
+        wanted = expected("sum", inputs) if call == "reduce_scatter" else inputs[root]
+        wanted = wanted if joins else wanted[part]
+        out = over(x) if comm.rank == root else np.empty(wanted.shape, np.int32)
+        options = {"root": root} if call in ("scatter", "gather") else {}
+        found = getattr(comm, call)(x, out=out, axis=axis, counts=counts, **options)
+        if found is not None:
+            assert_same(found, wanted, f"{call} of all of axis {axis} to {name}, root={root}")
 
 
 @on_each_rank([{"count": 12}, {"count": 24_000}])

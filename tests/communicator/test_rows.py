@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collective.communicator.rows import Rows, check_counts, split_sizes
-from collective.errors import AllocationError, ShapeError
+from collective.errors import AllocationError, MismatchError, ShapeError
 from collective.testing import run_ranks
 
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple)
@@ -82,6 +82,17 @@ def test_split_sizes_with_invalid_counts_raise_shape_error(counts):
 def test_split_sizes_with_wrong_total_name_both_sums():
     with pytest.raises(ShapeError, match=r"counts \[2, 2\] add up to 4; the axis has 3"):
         split_sizes("scatter", 3, 2, [2, 2])
+
+
+def _counts_on_one_rank(comm: Any) -> None:
+    x, even = np.arange(4.0), [2, 2]
+    comm.reduce_scatter(x, axis=-1)  # makes the plan of calls without counts
+    with pytest.raises(MismatchError, match=r"rank 0: reduce_scatter\(float64\[4\], [^)]*counts"):
+        comm.reduce_scatter(x, counts=even if comm.rank == 0 else None, axis=-1)
+
+
+def test_reduce_scatter_with_counts_on_one_rank_raises_after_equal_calls() -> None:
+    run_ranks(2, _counts_on_one_rank)
 
 
 class _Kept:

@@ -194,9 +194,10 @@ class ReduceScatter(CuttingFoldCall):
 
     def _plan_of(self, array: Array, dtype: DType, rows: Rows, sizes: Sequence[int]) -> Planned:
         on_host = type(array) is np.ndarray
+        # The ranks compare the counts, so the plan of a call without counts has another digest.
         key = (
             self.operation, dtype, array.shape, self.op, self.order, on_host, rows.axis,
-            tuple(sizes),
+            None if self.counts is None else tuple(sizes),
         )  # fmt: skip
         planned = self.path.plans.get(key)
         if planned is not None:
@@ -223,7 +224,8 @@ class ReduceScatter(CuttingFoldCall):
             self.near = Near(array, adapter)
         self._rows, self._length = rows, sizes[path.rank]
         shape = rows.shape_with(self._length)
-        self._output = output = Output(self.operation, self.out, adapter, shape, dtype, array)
+        # The rows, and not x: x is no input of the transport if another axis than the first is cut.
+        self._output = output = Output(self.operation, self.out, adapter, shape, dtype, rows.array)
         self._src = input_buffer(rows.array, dtype, output, self.out, None)
         self._piece = rows.target(output.flat)
         self._dst = Buffer(self._piece, dtype)
