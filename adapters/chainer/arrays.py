@@ -40,6 +40,11 @@ class ChainerAdapter(Adapter):
         array = array_of(x)
         return _adapter_of(array).view(array)
 
+    def is_plain(self, x: Any) -> bool:
+        array = array_of(x)
+        ours = type(x) is chainer.Variable and x.name is None and not x.requires_grad
+        return ours and _adapter_of(array).is_plain(array)
+
     def output(self, x: Any) -> tuple[Any, DType]:
         array = array_of(x)
         return _adapter_of(array).output(array)

@@ -61,6 +61,9 @@ class CupyAdapter(Adapter):
         stream = device.stream(_current_handle(ordinal))
         return new_spot((address, x.size, dtype, x.shape, stream, device))
 
+    def is_plain(self, x: Any) -> bool:
+        return type(x) is cupy.ndarray and bool(x.flags.c_contiguous)
+
     def wrap(self, array: Any, dtype: DType) -> Any:
         """Return a CuPy array over an array's memory; a host array is copied to the GPU."""
         kind = _named(dtype)

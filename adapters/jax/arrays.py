@@ -64,6 +64,13 @@ class JaxAdapter(Adapter):
             "the return value of the call."
         )
 
+    def unchanged(self, x: Any) -> Any:
+        if not x.weak_type:
+            return x
+        # The dtype of a Python number is weak: beside another array it gives way to that array's.
+        with jax.enable_x64(True):  # otherwise 64 bits become 32
+            return x.astype(x.dtype)
+
     def wrap(self, array: Any, dtype: DType) -> Any:
         if isinstance(array, _JaxDistant):
             return array.array

@@ -113,9 +113,25 @@ class TorchAdapter(Adapter):
             x = x.resolve_conj().resolve_neg()
         if on_gpu:
             return (_gpu or _on_gpu()).view(x, dtype), dtype
-        if dtype.name in _BITS:
-            return _numpy(x.view(_BITS[dtype.name][0])).view(dtype.storage), dtype
-        return _numpy(x), dtype
+        try:
+            if dtype.name in _BITS:
+                return _numpy(x.view(_BITS[dtype.name][0])).view(dtype.storage), dtype
+            return _numpy(x), dtype
+        except (RuntimeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"torch: a {type(x).__name__} has no memory of its own ({error}). Pass the plain "
+                "tensor that it wraps, such as x.to_local() of a DTensor."
+            ) from error
+
+    def unchanged(self, x: Any) -> Any:
+        inference = x.is_inference() and not torch.is_inference_mode_enabled()
+        lazy = x.is_conj() or x.is_neg()
+        ordered = x.is_contiguous() and not lazy
+        if type(x) is torch.Tensor and ordered and not (x.requires_grad or inference):
+            return x
+        x = x.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+        # Autograd refuses inference tensors, but not their copies.
+        return x.clone(memory_format=torch.contiguous_format) if inference else x.contiguous()
 
     def spot(self, x: Any) -> Spot | None:
         dtype = _DTYPES.get(x.dtype)

@@ -126,7 +126,8 @@ def arrives_alike(value: Any) -> bool:
         return all(map(arrives_alike, value))
     if value is None or type(value) in (bool, int, float, complex, str, bytes, bytearray):
         return True
-    return adapter_of(value).name not in _AS_NUMPY
+    adapter = adapter_of(value)
+    return adapter.name not in _AS_NUMPY and adapter.unchanged(value) is value
 
 
 def _integer(digits: str) -> int:

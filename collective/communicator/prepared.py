@@ -217,7 +217,12 @@ class PreparedCall(NotCopied):
         array.
         """
         self._keeps = False
-        if result is None or result is self._arrays.get("x"):
+        x = self._arrays.get("x")
+        if result is None or result is x:
+            return
+        # The root's result of a broadcast may be a view of x, and is up to date in every call.
+        views = [adapter_of(array).view(array)[0] for array in (x, result) if array is not None]
+        if len(views) == 2 and np.may_share_memory(*views):
             return
         self._arrays["out"] = result
         try:
@@ -294,7 +299,7 @@ def refuse_unfit(operation: str, x: Any, out: Any, axis: int) -> None:
                 f"elements may change from call to call. Pass np.array({value}), or make the call "
                 "without a plan."
             )
-        array: Any = adapter_of(value).view(value)[0]
+        array: Any = adapter_of(value, operation, name).view(value)[0]
         if not array.flags.c_contiguous:
             raise InvalidArgumentError(
                 f"plan: {operation}: {name} has strides; expected a contiguous array. Copy it into "

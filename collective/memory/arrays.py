@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -85,13 +86,23 @@ class Adapter:
         """
         raise NotImplementedError
 
+    def is_plain(self, x: Any) -> bool:
+        """Tell whether ``x`` is an array as calls return: see :meth:`unchanged`."""
+        return True
+
     def unchanged(self, x: Any) -> Any:
         """Return the result of a call that does not change ``x``, such as a broadcast at its root.
 
-        The result is ``x``, unless the other ranks get arrays of another type for an array like
-        ``x``.
+        All ranks get the same kind of array from a call. It is of the framework's own class, and
+        neither of a subclass nor a parameter. Its elements are in C order, the program may write to
+        them unless the framework's arrays never change, and it requires no gradient. The result is
+        ``x`` itself if it is such an array. If not, the result shares the memory of ``x`` where
+        order and writability allow it.
         """
-        return x
+        if self.is_plain(x):
+            return x
+        array, dtype = self.view(x)
+        return self.wrap(array if array.flags.carray else array.copy(), dtype)
 
     def empty(
         self,
@@ -148,6 +159,9 @@ class NumpyAdapter(Adapter):
             return np.asarray(x).view(dtype.storage), dtype
         return x if type(x) is np.ndarray else np.asarray(x), dtype
 
+    def is_plain(self, x: Any) -> bool:
+        return type(x) is np.ndarray and x.flags.carray
+
     def output(self, x: Any) -> tuple[Array, DType]:
         array, dtype = self.view(x)
         if not isinstance(x, np.ndarray) or not array.flags.writeable:
@@ -195,6 +209,9 @@ class NumpyAdapter(Adapter):
 class NumpyScalarAdapter(NumpyAdapter):
     """Adapter of NumPy's scalars: a result without dimensions becomes a scalar again."""
 
+    def is_plain(self, x: Any) -> bool:
+        return True
+
     def wrap(self, array: Any, dtype: DType) -> Any:
         return super().wrap(array, dtype)[()]
 
@@ -202,13 +219,9 @@ class NumpyScalarAdapter(NumpyAdapter):
 class ProducerAdapter(Adapter):
     """Adapter of arrays that are read through a protocol, from frameworks without an adapter."""
 
-    def unchanged(self, x: Any) -> Any:
+    def is_plain(self, x: Any) -> bool:
         array, dtype = self.view(x)
-        result = self.wrap(array, dtype)
-        if isinstance(result, type(x)):
-            return x
-        # The other ranks may write to their results, so this rank must be able to, as well.
-        return result if array.flags.writeable else self.wrap(array.copy(), dtype)
+        return array.flags.c_contiguous and isinstance(self.wrap(array, dtype), type(x))
 
 
 class DLPackAdapter(ProducerAdapter):
@@ -349,10 +362,13 @@ def _plain() -> Any:
 
 
 def _find(x: Any, what: str, name: str) -> Adapter:
-    if isinstance(x, np.ma.MaskedArray):
-        raise InvalidArgumentError(
-            "numpy.ma: masks do not travel; pass x.filled(…), or use the *_object calls."
-        )
+    if isinstance(x, np.ndarray) and type(x) is not np.ndarray:
+        for lost in filter(partial(hasattr, x), _MEANINGS):
+            raise InvalidArgumentError(
+                f"{what}: {name or 'x'} is {_a_thing_like(x)}, whose {lost} would be lost. Pass a "
+                "plain array (x.filled(…) of a masked one), or send it as an object with "
+                "pickle=True."
+            )
     if isinstance(x, (np.ndarray, np.generic)):
         return _NUMPY if isinstance(x, np.ndarray) else _SCALARS
     for cls in type(x).__mro__:
@@ -376,6 +392,9 @@ def _find(x: Any, what: str, name: str) -> Adapter:
     )
 
 
+# Attributes by which a subclass of NumPy's array gives its elements another meaning: numpy.ma has
+# masks, Astropy and unyt have units. Results are plain arrays, which have neither.
+_MEANINGS = ("mask", "unit", "units")
 # Call that carries objects between the same ranks as an operation carries arrays.
 _OBJECT_CALLS = {
     **dict.fromkeys(("all_reduce", "scan", "all_gather"), "all_gather_object"),

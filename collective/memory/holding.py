@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -29,18 +30,24 @@ def hold(arrays: Iterable[Any]) -> list[Any]:
     if _in_c is not None:
         return _in_c(arrays)
     held: list[Any] = []
+    # A structure that contains itself, and tensors without storage: the call itself refuses them.
+    with contextlib.suppress(RecursionError, NotImplementedError):
+        _hold_all(arrays, held)
+    return held
+
+
+def _hold_all(arrays: Iterable[Any], held: list[Any]) -> None:
     for item in arrays:
         if isinstance(item, np.ndarray):
             while isinstance(item.base, np.ndarray):
                 item = item.base
             held.append(weakref.ref(item) if item.base is None else _view(item.base))
         elif isinstance(item, (list, tuple)):
-            held.extend(hold(item))
+            _hold_all(item, held)
         elif isinstance(item, dict):
-            held.extend(hold(item.values()))
+            _hold_all(item.values(), held)
         elif hasattr(item, "untyped_storage"):
             held.append(item.untyped_storage())
-    return held
 
 
 def _view(owner: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from collective.errors import InvalidArgumentError
 
-__all__ = ["flatten", "is_tree", "rebuild", "skeleton"]
+__all__ = ["flatten", "is_plain", "is_tree", "rebuild", "skeleton"]
 
 
 def is_tree(x: Any) -> bool:
@@ -19,10 +19,13 @@ def flatten(tree: Any) -> list[Any]:
     """Return the leaves; those of a dict are in the order of the text of their keys.
 
     Raises:
-        InvalidArgumentError: a dict's keys cannot be sorted.
+        InvalidArgumentError: a dict's keys cannot be sorted, or the structure contains itself.
     """
     leaves: list[Any] = []
-    _walk(tree, leaves.append)
+    try:
+        _walk(tree, leaves.append)
+    except RecursionError:
+        raise _endless() from None
     return leaves
 
 
@@ -38,7 +41,11 @@ def _walk(tree: Any, visit: Callable[[Any], Any]) -> None:
 
 
 def rebuild(tree: Any, leaves: Iterator[Any]) -> Any:
-    """Return a container like ``tree``, with ``leaves`` in the places of the leaves of ``tree``."""
+    """Return a container like ``tree``, with ``leaves`` in the places of the leaves of ``tree``.
+
+    The containers are lists, tuples, named tuples and dicts, also where ``tree`` has others that
+    derive from these classes.
+    """
     if isinstance(tree, dict):
         built = {key: rebuild(tree[key], leaves) for key in _keys(tree)}
         return {key: built[key] for key in tree}
@@ -50,13 +57,41 @@ def rebuild(tree: Any, leaves: Iterator[Any]) -> Any:
     return next(leaves)
 
 
-def skeleton(tree: Any) -> Any:
-    """Return only the nesting, in a form for JSON; all ranks must have the same."""
+def is_plain(tree: Any) -> bool:
+    """Tell whether :func:`rebuild` makes containers of the same classes as those of ``tree``."""
     if isinstance(tree, dict):
-        return {str(key): skeleton(tree[key]) for key in _keys(tree)}
+        return type(tree) is dict and all(map(is_plain, tree.values()))
     if isinstance(tree, (list, tuple)):
-        return [skeleton(item) for item in tree]
+        kept = type(tree) in (list, tuple) or hasattr(tree, "_fields")
+        return kept and all(map(is_plain, tree))
+    return True
+
+
+def skeleton(tree: Any) -> Any:
+    """Return only the nesting, in a form for JSON; all ranks must have the same.
+
+    Raises:
+        InvalidArgumentError: as :func:`flatten`.
+    """
+    try:
+        return _skeleton(tree)
+    except RecursionError:
+        raise _endless() from None
+
+
+def _skeleton(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {str(key): _skeleton(tree[key]) for key in _keys(tree)}
+    if isinstance(tree, (list, tuple)):
+        return [_skeleton(item) for item in tree]
     return 0
+
+
+def _endless() -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "structure: it contains itself, or is nested too deeply. Remove the reference to itself, "
+        "or pass the nested parts one by one."
+    )
 
 
 def _keys(tree: dict[Any, Any]) -> list[Any]:

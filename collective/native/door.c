@@ -284,7 +284,8 @@ static int read_call(const Door *door, struct call *call, PyObject *const *given
             return 0;
         call->dst = call->src;
         call->result = Py_NewRef(call->x);
-        return call->out == Py_None || call->src->writable;
+        /* Without out, x is the result if it is an array as the other ranks get. */
+        return call->src->writable && (call->out != Py_None || is_result(call->core, call->x));
     }
     if (call->operation->who == AT_ROOT && !is_root) {
         call->result = Py_NewRef(Py_None);

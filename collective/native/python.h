@@ -74,6 +74,7 @@ enum argument { X, OUT, OP, ORDER, ROOT, TIMEOUT, ASYNC, COUNTS, AXIS, ARGUMENTS
     EACH(PyObject, is_neg) EACH(PyObject, is_conj) EACH(PyObject, new_empty)                       \
     EACH(PyObject, name_dtype) EACH(PyObject, name_base) EACH(PyObject, untyped_storage)           \
     EACH(PyObject, name_cdata) EACH(PyTypeObject, hold_type)                                       \
+    EACH(PyObject, requires_grad) EACH(PyObject, is_inference)                                     \
     EACH(PyTypeObject, frozen_type) /* exactly this; NULL until see_frozen() */                    \
     EACH(PyObject, read_frozen) EACH(PyObject, wrap_frozen) EACH(PyObject, name_place)             \
     EACH(PyObject, known_place) EACH(PyObject, asarray)
@@ -137,6 +138,10 @@ int view_array(const struct core *core, PyObject *array, struct view *view);
    reference. Returns NULL, without an exception, if the array is no such array, or if Python must
    read it. */
 PyObject *thawed(const struct core *core, PyObject *array);
+
+/* Whether an array that has been viewed is what the other ranks of a broadcast get: no Parameter, no
+   tensor that requires a gradient, and none that only inference mode accepts. */
+int is_result(const struct core *core, PyObject *array);
 
 /* Whether an array still has the address and the length that it had when it was viewed. */
 int is_there(const struct core *core, const struct view *view);

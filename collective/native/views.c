@@ -109,14 +109,13 @@ static int view_buffer(PyObject *array, struct view *view)
     return plain;
 }
 
-/* Whether a tensor is lazily negated or conjugated (method names the check). The memory of such a
-   tensor does not hold its values. */
-static int is_lazy(PyObject *tensor, PyObject *method)
+/* Whether a tensor's method with this name returns anything but False. */
+static int answers(PyObject *tensor, PyObject *method)
 {
     PyObject *answer = PyObject_CallMethodObjArgs(tensor, method, NULL);
-    int lazy = answer != Py_False;
+    int yes = answer != Py_False;
     Py_XDECREF(answer);
-    return lazy;
+    return yes;
 }
 
 static int view_tensor(const struct core *core, const struct dl_exchange *torch, PyObject *array,
@@ -137,8 +136,9 @@ static int view_tensor(const struct core *core, const struct dl_exchange *torch,
     view->address = (char *)tensor.data + tensor.byte_offset;
     view->writable = 1;
     int dtype = view->dtype;
-    if (dtype < 0 || (tensor.data == NULL && stride) || (dtype >= FLOAT16 && is_lazy(array, core->is_neg))
-        || ((dtype == COMPLEX64 || dtype == COMPLEX128) && is_lazy(array, core->is_conj)))
+    /* The memory of a tensor that is lazily negated or conjugated does not hold its values. */
+    if (dtype < 0 || (tensor.data == NULL && stride) || (dtype >= FLOAT16 && answers(array, core->is_neg))
+        || ((dtype == COMPLEX64 || dtype == COMPLEX128) && answers(array, core->is_conj)))
         return 0;
     return set_shape(view, tensor.ndim, tensor.shape, (size_t)stride * item_bytes[view->dtype]);
 }
@@ -167,6 +167,18 @@ int view_array(const struct core *core, PyObject *array, struct view *view)
 int is_numpy(const struct core *core, PyObject *array)
 {
     return Py_TYPE(array) == core->ndarray;
+}
+
+int is_result(const struct core *core, PyObject *array)
+{
+    if (is_numpy(core, array))
+        return 1;
+    PyObject *requires = Py_TYPE(array) == core->tensor_types[0]
+                             ? PyObject_GetAttr(array, core->requires_grad) : NULL;
+    int plain = requires == Py_False && !answers(array, core->is_inference);
+    Py_XDECREF(requires);
+    PyErr_Clear();
+    return plain;
 }
 
 int is_there(const struct core *core, const struct view *view)
@@ -520,6 +532,8 @@ int add_views(PyObject *module, struct core *core)
         || (core->name_base = PyUnicode_InternFromString("base")) == NULL
         || (core->untyped_storage = PyUnicode_InternFromString("untyped_storage")) == NULL
         || (core->name_cdata = PyUnicode_InternFromString("_cdata")) == NULL
+        || (core->requires_grad = PyUnicode_InternFromString("requires_grad")) == NULL
+        || (core->is_inference = PyUnicode_InternFromString("is_inference")) == NULL
         || add_type(module, &hold_spec, &core->hold_type) < 0)
         return -1;
     return PyModule_AddFunctions(module, functions);

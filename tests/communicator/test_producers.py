@@ -1,9 +1,11 @@
-"""Arrays that have only DLPack: every rank gets results of the same class from every call."""
+"""Kinds of results: every rank gets the same kind from every call."""
 
 from __future__ import annotations
 
 import sys
 import types
+import warnings
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +13,15 @@ import numpy as np
 import pytest
 
 from collective.communicator import Communicator
+from collective.errors import InvalidArgumentError
 from collective.memory import nested
 from tests.support.on_ranks import on_ranks, ranks_of
 
+torch = pytest.importorskip("torch")
+masked_tensor = pytest.importorskip("torch.masked").masked_tensor
+
 ranks = ranks_of(("threads", 3), ("shm", 2))
+pair = ranks_of(("threads", 2), ("shm", 2))
 
 
 class Producer:
@@ -103,6 +110,125 @@ def test_broadcast_of_structure_returns_same_object_at_root(comm: Communicator) 
     x = {"a": np.arange(3.0)}
     assert (comm.broadcast(x, root=1) is x) == (comm.rank == 1)
     assert (comm.broadcast_object(x, root=1) is x) == (comm.rank == 1)
+
+
+# -- subclasses, parameters, layouts ---------------------------------------------------------
+
+
+def _read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+def _in_inference_mode() -> Any:
+    with torch.inference_mode():
+        return torch.ones(6, 6)
+
+
+class _Own(np.ndarray):
+    pass
+
+
+class _Meters(np.ndarray):
+    unit = "m"
+
+
+class _OwnTensor(torch.Tensor):
+    pass
+
+
+_Pair = namedtuple("_Pair", "a b")
+# Each function makes an array, or a structure, that is no plain one.
+ODD: dict[str, Callable[[], Any]] = {
+    "np.matrix": lambda: np.ones((6, 6)).view(np.matrix),
+    "np.recarray": lambda: np.ones((6, 6)).view(np.recarray),
+    "subclass": lambda: np.ones((6, 6)).view(_Own),
+    "read-only": lambda: _read_only(np.ones((6, 6))),
+    "Fortran order": lambda: np.ones((6, 6), order="F"),
+    "strided": lambda: np.ones((6, 12))[:, ::2],
+    "unaligned": lambda: np.zeros(289, np.uint8)[1:].view(np.float64).reshape(6, 6),
+    "nn.Parameter": lambda: torch.nn.Parameter(torch.ones(6, 6)),
+    "requires_grad": lambda: torch.ones(6, 6, requires_grad=True),
+    "result of a function": lambda: torch.ones(6, 6, requires_grad=True) * 2,
+    "subclass of Tensor": lambda: torch.ones(6, 6).as_subclass(_OwnTensor),
+    "transposed": lambda: torch.ones(6, 6).T,
+    "channels_last": lambda: torch.ones(6, 2, 2, 2).to(memory_format=torch.channels_last),
+    "conjugated": lambda: torch.ones(6, 6, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.ones(6, 6, dtype=torch.complex64).conj().imag,
+    "inference tensor": _in_inference_mode,
+    "OrderedDict": lambda: OrderedDict(b=np.ones(6), a=[np.ones(6)]),
+    "named tuple": lambda: _Pair(np.ones((6, 6)).view(np.matrix), (torch.ones(6, 6).T,)),
+}
+
+
+def _kind(x: Any) -> Any:
+    """Return all that tells two results apart, except numbers and shapes."""
+    if isinstance(x, dict):
+        return type(x), [(key, _kind(value)) for key, value in x.items()]
+    if isinstance(x, (list, tuple)):
+        return type(x), [_kind(item) for item in x]
+    if isinstance(x, torch.Tensor):
+        lazy = x.is_conj() or x.is_neg()
+        return type(x), x.dtype, x.is_contiguous(), x.requires_grad, lazy, x.is_inference()
+    return type(x), x.dtype, x.flags.carray
+
+
+_OF_NUMPY = (np.ndarray, np.matrix, np.recarray, _Own)
+_PLAIN = {np.ndarray: (True,), torch.Tensor: (True, False, False, False)}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@on_ranks("pair")
+def test_results_of_odd_arrays_are_plain_on_every_rank(comm: Communicator, odd: str) -> None:
+    x = ODD[odd]()
+    structure = nested.is_tree(x)
+    for name, call in CALLS.items():
+        # Plain data has no such structures, and a rank that passes None gets NumPy's arrays.
+        if ("object" in name and structure) or ("None" in name and type(x) not in _OF_NUMPY):
+            continue
+        found = call(comm, x)
+        kinds = comm.all_gather_object(None if found is None else repr(_kind(found)))
+        assert len({kind for kind in kinds if kind}) == 1, (name, kinds)
+        for leaf in nested.flatten([] if found is None else found):
+            cls, _, *rest = _kind(leaf)
+            assert tuple(rest) == _PLAIN[cls], name
+
+
+@on_ranks("pair")
+def test_broadcast_of_odd_array_shares_memory_at_root_where_order_allows(
+    comm: Communicator,
+) -> None:
+    for x in (np.ones((2, 2)).view(np.matrix), torch.nn.Parameter(torch.ones(2, 2))):
+        result = comm.broadcast(x, root=comm.size - 1)
+        with torch.no_grad():
+            x[0, 0] = 5
+        assert (float(result[0, 0]) == 5) == (comm.rank == comm.size - 1)
+
+
+@on_ranks("pair")
+def test_prepared_broadcast_of_odd_array_sends_its_present_values(comm: Communicator) -> None:
+    x = np.zeros(3).view(_Own)
+    step = comm.plan("broadcast", x)
+    for turn in range(3):
+        x[:] = turn + 10 * comm.rank
+        assert step().tolist() == [turn] * 3
+
+
+@on_ranks("pair")
+def test_arrays_whose_meaning_would_be_lost_are_refused_by_name(comm: Communicator) -> None:
+    masked = np.ma.masked_array(np.ones(3), [True, False, False])
+    for x, lost in (
+        (masked, "a MaskedArray, whose mask"),
+        (np.ones(3).view(_Meters), "whose unit"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"all_reduce: x is .*{lost}"):
+            comm.all_reduce({"a": x})
+        with pytest.raises(InvalidArgumentError, match=f"all_reduce: out is .*{lost}"):
+            comm.all_reduce(np.ones(3), out=x)
+    with warnings.catch_warnings(action="ignore"):  # a masked tensor is a prototype
+        masked = masked_tensor(torch.ones(3), torch.ones(3) > 0)
+    with pytest.raises(InvalidArgumentError, match="torch: a MaskedTensor has no memory"):
+        comm.all_reduce(masked)
 
 
 def test_producer_with_from_dlpack_is_same_object_at_root(

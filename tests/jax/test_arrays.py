@@ -114,6 +114,20 @@ def _received(comm: Communicator) -> list[Any]:
     return [(isinstance(x, jax.Array), str(x.dtype), x.tolist()) for x in (by_name, by_array)]
 
 
+def _weak_types(comm: Communicator) -> list[bool]:
+    with jax.enable_x64(True):
+        x = jnp.asarray(1.5)
+    assert x.weak_type
+    assert x.dtype == np.float64
+    results = [comm.broadcast(x), comm.broadcast_object(x), comm.all_reduce(x)]
+    assert all(result.dtype == x.dtype for result in results)
+    return [result.weak_type for result in results]
+
+
+def test_weak_type_of_the_root_is_lost_on_every_rank() -> None:
+    assert run_ranks(2, _weak_types) == [[False] * 3] * 2
+
+
 def test_recv_like_jax_keeps_float64_without_x64() -> None:
     assert run_ranks(2, _received)[1] == [(True, "float64", [0.0, 1.0, 2.0])] * 2
 

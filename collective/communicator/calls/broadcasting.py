@@ -267,6 +267,7 @@ class _StraightBroadcast(_Broadcasting):
         self.path = call.path
         self.root = call.root
         self._x = call.x
+        self._out = call.out
         # A spot has the attributes of a buffer that enqueued calls use.
         self._buffer: Any = spot
         self._planned = planned
@@ -281,11 +282,14 @@ class _StraightBroadcast(_Broadcasting):
         planned.comparison = planned.comparison or self.path.comparison_of(planned.request)
         self.path.carry(planned.comparison, None, None, deadline)
         self.path.carry(planned, self._buffer, self._buffer, deadline)
-        return self._x
+        return self._result()
 
     def recover(self, headers: Sequence[Header], deadline: Deadline) -> Any:
         self.move_to_all(self._buffer, self._planned.request, headers, deadline)
-        return self._x
+        return self._result()
+
+    def _result(self) -> Any:
+        return self._x if self._out is not None else adapter_of(self._x).unchanged(self._x)
 
 
 class _UnknownBroadcast(_Broadcasting):
@@ -410,11 +414,11 @@ class _StructureBroadcast(_Broadcasting):
 
 
 def _unchanged(x: Any, leaves: Sequence[View]) -> Any:
-    """Return the root's result: ``x`` itself if the other ranks get arrays of the same types."""
+    """Return the root's result: ``x`` itself if the other ranks get the same kinds of objects."""
     inputs = nested.flatten(x)
     results = [leaf.adapter.unchanged(array) for leaf, array in zip(leaves, inputs)]
     alike = all(result is array for result, array in zip(results, inputs))
-    return x if alike else nested.rebuild(x, iter(results))
+    return x if alike and nested.is_plain(x) else nested.rebuild(x, iter(results))
 
 
 def _to_all(request: Request) -> Request:
