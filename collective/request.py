@@ -227,12 +227,14 @@ class Disagreement(Exception):
 
 def describe(header: dict[str, Any]) -> str:
     """Return the call of a header in the form in which a person would write it."""
-    parts = []
-    if header["dtype"] is not None:
+    options, name, parts = header["options"], header["operation"], []
+    if options.get("object"):  # the program knows nothing of the bytes of an object
+        name, options = f"{name}_object", {key: options[key] for key in ("root",) if key in options}
+    elif header["dtype"] is not None:
         shape = "?" if header["shape"] is None else ", ".join(map(str, header["shape"]))
         parts.append(f"{header['dtype']}[{shape}]")
-    parts.extend(f"{key}={value}" for key, value in header["options"].items())
-    return f"{header['operation']}({', '.join(parts)})"
+    parts.extend(f"{key}={value}" for key, value in options.items())
+    return f"{name}({', '.join(parts)})"
 
 
 def differing(headers: Mapping[int, dict[str, Any]], absent: Sequence[int] = ()) -> str:

@@ -76,6 +76,12 @@ class Communicator(_Handle, NotCopied, ForeignNames):
     communicator at a time. Calls with ``async_op=True`` run in the background, in the order in
     which they were made. A call never changes an input array, except the array passed as ``out``.
 
+    A result without ``out`` is a plain array on every rank: of the framework's own class, in C
+    order, writable (except for JAX), and without a gradient. The framework is that of the rank's
+    own argument, or of ``like``. Results belong to no autograd graph, even if inputs require a
+    gradient: the modules ``functional`` of :mod:`collective.adapters` have differentiable calls.
+    Structures come back as lists, tuples, named tuples and dicts.
+
     As a context manager, the communicator is closed at the end of the body. An exception in the
     body aborts the peers: their calls raise ``PeerFailedError`` with its traceback.
 
@@ -172,8 +178,8 @@ class Communicator(_Handle, NotCopied, ForeignNames):
                 until ``wait()`` of the ``Work`` has returned.
 
         Returns:
-            ``out``, or a new array of the framework, shape and dtype of ``x``. If ``x`` is a
-            number, a number of the same type.
+            ``out``, or a new array of the framework, shape and dtype of ``x``, without a gradient.
+            If ``x`` is a number, a number of the same type.
 
         Raises:
             DtypeError: the op is not defined for the dtype, or a Python integer might not fit.
@@ -314,12 +320,13 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             timeout, async_op: as in :meth:`all_reduce`.
 
         Returns:
-            ``out`` if given; else ``x`` itself at the root, and a new array on the other ranks. If
-            the framework of ``x`` is unknown to this library and does not accept the library's
-            memory, all ranks get NumPy arrays. The root's array shares the memory of ``x`` if that
-            is writable. Where ``x`` is None, a structure arrives nested as at the root, but tuples
-            become lists and dict keys become strings. A number arrives there as an array of no
-            dimensions.
+            ``out`` if given; else a new array, and at the root ``x`` itself if it is a plain array
+            (see the class). The root gets a plain array for any other ``x``, such as an
+            ``np.matrix`` or a ``Parameter``; it shares the memory of ``x`` if that is writable and
+            in C order. If the framework of ``x`` is unknown to this library and does not accept
+            the library's memory, all ranks get NumPy arrays. Where ``x`` is None, a structure
+            arrives nested as at the root, but tuples become lists and dict keys become strings. A
+            number arrives there as an array of no dimensions.
 
         Raises:
             MismatchError: shapes, dtypes or roots differ; nothing was written. Over ``gloo`` and
@@ -539,7 +546,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
         Args:
             x: array of at most 12 dimensions, or a nested list, tuple or dict of arrays, sent
-                as one message.
+                as one message. Named tuples arrive as tuples.
             dst: another rank, or ``collective.NULL``: then nothing is sent.
             tag: integer from 0 to 2**31 - 1; the receiver must pass the same tag.
             timeout, async_op: as in :meth:`all_reduce`.
@@ -587,8 +594,9 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         Raises:
             RankError, InvalidArgumentError, UnsupportedError: an argument was refused; nothing was
                 received.
-            ShapeError, DtypeError, InvalidArgumentError: the message does not fit ``out``. The
-                message is lost, ``out`` is unchanged, and the communicator stays usable.
+            ShapeError, DtypeError, InvalidArgumentError: the message does not fit ``out``, or is an
+                object. The message is lost, ``out`` is unchanged, and the communicator stays
+                usable.
             CollectiveTimeoutError, PeerLostError, PeerFailedError: the call was interrupted;
                 ``out`` may hold part of the message, and the communicator is broken.
 
@@ -664,9 +672,10 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             timeout: deadline in seconds; by default the communicator's timeout.
 
         Returns:
-            At the root, ``obj`` itself; on the other ranks, a copy. The root gets a copy, too, if
-            ``obj`` contains arrays that arrive as NumPy arrays: arrays on GPUs, or arrays of
-            frameworks that this library does not know.
+            At the root, ``obj`` itself; on the other ranks, a copy. Without ``pickle``, arrays
+            arrive as plain arrays (see the class), and arrays on GPUs, or of frameworks that this
+            library does not know, as NumPy arrays. If ``obj`` contains other arrays, the root gets
+            a copy, too.
         """
         objects = self._objects("broadcast_object", pickle)
         return objects.broadcast(obj, root, timeout)
@@ -749,13 +758,14 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             The object; None if ``src`` is ``collective.NULL``.
 
         Raises:
-            InvalidArgumentError: the sender passed ``pickle=True`` and this call did not; the
-                message is lost and was not read.
+            InvalidArgumentError: the sender passed ``pickle=True`` and this call did not, or sent
+                an array by :meth:`send`. The message is lost and was not read.
+            CollectiveError: the object cannot be unpickled; the text names the sender.
         """
         return self._objects("recv_object", pickle).recv(src, tag, timeout)
 
     def _objects(self, operation: str, pickle: bool) -> ObjectCalls:
-        return ObjectCalls(self.on_host, operation, pickle, self._open)
+        return ObjectCalls(HostCalls(self._path, "object"), operation, pickle, self._open)
 
     # -- memory -----------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from collective.errors import InvalidArgumentError
 
 from . import objects
 from .host_calls import HostCalls
+from .status import Status
 
 __all__ = ["ObjectCalls"]
 
@@ -51,11 +52,11 @@ class ObjectCalls:
     def broadcast(self, obj: Any, root: int, timeout: float | None) -> Any:
         """Return the root's object."""
         at_root = self._hosted.rank == root
-        encoded = objects.encode(obj, self._pickle) if at_root else None
+        encoded = self._encoded(obj) if at_root else None
         raw = self._hosted.broadcast(encoded, root=root, timeout=timeout)
         if at_root and (self._pickle or objects.arrives_alike(obj)):
             return obj
-        return objects.decode(raw, self._pickle)
+        return self._decoded(raw, root)
 
     def gather(self, obj: Any, root: int, timeout: float | None) -> list[Any] | None:
         """Return the list of the ranks' objects at the root; None on the other ranks."""
@@ -75,33 +76,41 @@ class ObjectCalls:
                 raise InvalidArgumentError(
                     f"scatter_object: {count} objects for {size} ranks {self._who}."
                 )
-            encoded = [objects.encode(obj, self._pickle) for obj in objs]
+            encoded = [self._encoded(obj) for obj in objs]
             counts = [raw.size for raw in encoded]
             joined = np.concatenate(encoded)
         raw = self._hosted.scatter(joined, root=root, counts=counts, timeout=timeout)
-        return objects.decode(raw, self._pickle)
+        return self._decoded(raw, root)
 
     def send(self, obj: object, dst: int, tag: int, timeout: float | None) -> None:
         """Send an object to rank ``dst``."""
-        self._hosted.send(objects.encode(obj, self._pickle), dst, tag=tag, timeout=timeout)
+        self._hosted.send(self._encoded(obj), dst, tag=tag, timeout=timeout)
 
     def recv(self, src: int, tag: int, timeout: float | None) -> Any:
         """Return the object that rank ``src`` has sent; None if ``src`` is ``collective.NULL``."""
-        raw = self._hosted.recv(src, tag=tag, timeout=timeout)
-        return None if raw is None else objects.decode(raw, self._pickle)
+        status = Status()
+        raw = self._hosted.recv(src, tag=tag, timeout=timeout, status=status)
+        return None if raw is None else self._decoded(raw, status.source)
+
+    def _encoded(self, obj: Any) -> np.ndarray[Any, Any]:
+        return objects.encode(obj, self._pickle, self._operation)
+
+    def _decoded(self, raw: np.ndarray[Any, Any], sender: int) -> Any:
+        what = f"{self._operation} from rank {sender} {self._who}"
+        return objects.decode(raw, self._pickle, what)
 
     def _framed(self, obj: Any) -> np.ndarray[Any, Any]:
         """Return the bytes of an object after their length.
 
         Gathered bytes are joined, so the lengths must show where each rank's bytes end.
         """
-        raw = objects.encode(obj, self._pickle)
+        raw = self._encoded(obj)
         return np.concatenate([np.array([raw.size], np.int64).view(np.uint8), raw])
 
     def _unframed(self, joined: np.ndarray[Any, Any]) -> list[Any]:
         values, start = [], 0
-        for _ in range(self._hosted.size):
+        for sender in range(self._hosted.size):
             length = int(joined[start : start + 8].copy().view(np.int64)[0])
-            values.append(objects.decode(joined[start + 8 : start + 8 + length], self._pickle))
+            values.append(self._decoded(joined[start + 8 : start + 8 + length], sender))
             start += 8 + length
         return values

@@ -53,21 +53,25 @@ _DIMENSIONS = 64
 _COMPARISONS, _COMPARISONS_A_BYTE = 1 << 20, 16
 
 
-def encode(value: Any, use_pickle: bool = False) -> np.ndarray[Any, Any]:
+def encode(value: Any, use_pickle: bool = False, what: str = "object") -> np.ndarray[Any, Any]:
     """Return ``value`` as bytes (uint8).
+
+    Args:
+        value, use_pickle: the object, and whether to pickle it.
+        what: the operation, for errors.
 
     Raises:
         InvalidArgumentError: ``value`` contains itself, or an object that is neither plain data nor
-            an array.
+            an array; or it cannot be pickled.
     """
     if use_pickle:
-        return np.frombuffer(_HEAD.pack(_PICKLE, 0) + pickle.dumps(value, 5), np.uint8)
+        return np.frombuffer(_HEAD.pack(_PICKLE, 0) + _pickled(value, what), np.uint8)
     blobs: list[np.ndarray[Any, Any]] = []
     try:
-        text = json.dumps(_plain(value, blobs)).encode()
+        text = json.dumps(_plain(value, blobs, what)).encode()
     except RecursionError as error:
         raise InvalidArgumentError(
-            f"object: it contains itself, or is nested too deeply: {_limit()}. Remove the "
+            f"{what}: the object contains itself, or is nested too deeply: {_limit()}. Remove the "
             "reference to itself, or send the nested parts one by one."
         ) from error
     pieces = [_HEAD.pack(_SAFE, len(text)), text]
@@ -79,44 +83,69 @@ def encode(value: Any, use_pickle: bool = False) -> np.ndarray[Any, Any]:
     return np.frombuffer(b"".join(pieces), np.uint8)
 
 
-def decode(raw: np.ndarray[Any, Any], use_pickle: bool = False) -> Any:
+def _pickled(value: Any, what: str) -> bytes:
+    try:
+        return pickle.dumps(value, 5)
+    except Exception as error:  # the object's own methods may raise any error
+        raise InvalidArgumentError(
+            f"{what}: the {type(value).__name__} cannot be pickled ({type(error).__name__}: "
+            f"{error}). Nothing was sent. Send an object of classes that pickle can import."
+        ) from error
+
+
+def _unpickled(data: bytes, what: str) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # as in _pickled
+        raise CollectiveError(
+            f"{what}: the object cannot be unpickled ({type(error).__name__}: {error}). Define its "
+            "class on this rank, too; an exception whose __init__ takes other arguments than its "
+            "args needs a method __reduce__."
+        ) from error
+
+
+def decode(raw: np.ndarray[Any, Any], use_pickle: bool = False, what: str = "object") -> Any:
     """Return the object whose encoding by :func:`encode` is ``raw``.
+
+    Args:
+        raw, use_pickle: the bytes, and whether they may be a pickle.
+        what: the operation and the sender, for errors.
 
     Raises:
         InvalidArgumentError: the bytes are a pickle, and ``use_pickle`` is False.
-        CollectiveError: the bytes cannot come from :func:`encode`.
+        CollectiveError: the bytes cannot come from :func:`encode`, or cannot be unpickled.
     """
     if raw.size < _HEAD.size:
-        raise CollectiveError(f"object: {raw.size} bytes are too few for an object.")
+        raise CollectiveError(f"{what}: {raw.size} bytes are too few for an object.")
     kind, length = _HEAD.unpack(raw[: _HEAD.size].tobytes())
     if kind == _PICKLE:
         if not use_pickle:
             raise InvalidArgumentError(
-                "object: the sender used pickle=True, and reading a pickle can run any code; "
+                f"{what}: the sender used pickle=True, and reading a pickle can run any code; "
                 "it was not read. Pass pickle=True here too if you trust every rank."
             )
-        return pickle.loads(raw[_HEAD.size :].tobytes())
+        return _unpickled(raw[_HEAD.size :].tobytes(), what)
     if kind != _SAFE:
         raise CollectiveError(
-            f"object: the bytes begin with {kind!r}; no version of this package writes that."
+            f"{what}: the bytes begin with {kind!r}; no version of this package writes that."
         )
     if length > raw.size - _HEAD.size:
         raise CollectiveError(
-            f"object: the message has {raw.size} bytes; its header announces {length} more."
+            f"{what}: the message has {raw.size} bytes; its header announces {length} more."
         )
     try:
         node = _parsed(raw[_HEAD.size : _HEAD.size + length].tobytes().decode("ascii"))
-        return _Reader(raw, _HEAD.size + length).object(node)
+        return _Reader(raw, _HEAD.size + length, what).object(node)
     except CollectiveError:
         raise
     except RecursionError as error:
-        raise CollectiveError(f"object: it is nested too deeply: {_limit()}.") from error
+        raise CollectiveError(f"{what}: the object is nested too deeply: {_limit()}.") from error
     except (IndexError, OverflowError, TypeError, ValueError) as error:
-        raise CollectiveError(f"object: the bytes are damaged: {error}") from error
+        raise CollectiveError(f"{what}: the bytes are damaged: {error}") from error
 
 
 def arrives_alike(value: Any) -> bool:
-    """Return whether :func:`decode` gives every array the type that it has in ``value``.
+    """Return whether :func:`decode` gives an object of the same kind as ``value``.
 
     :func:`encode` must have accepted ``value``, without pickle.
     """
@@ -169,8 +198,9 @@ def _limit() -> str:
 class _Reader:
     """Reader of objects from the structure and the arrays' bytes, in the order of writing."""
 
-    def __init__(self, raw: np.ndarray[Any, Any], position: int) -> None:
+    def __init__(self, raw: np.ndarray[Any, Any], position: int, what: str) -> None:
         self._raw = raw
+        self._what = what
         self._position = position
         self._comparisons = _COMPARISONS + _COMPARISONS_A_BYTE * position
         # Costs of values by the values' ids. The dict keeps the values, so their ids stay unique.
@@ -195,9 +225,10 @@ class _Reader:
             return dict(zip(keys, values, strict=True))
         if tag == "array":
             return self._array(*rest)
-        if tag == "bytes":
+        if tag in ("bytes", "bytearray"):
             (length,) = rest
-            return self._take(length).tobytes()
+            taken = self._take(length)
+            return taken.tobytes() if tag == "bytes" else bytearray(taken)
         if tag == "complex":
             real, imaginary = rest
             return complex(float(real), float(imaginary))
@@ -216,9 +247,9 @@ class _Reader:
             self._comparisons -= self._more(values, hashes)
             if self._comparisons < 0:
                 raise CollectiveError(
-                    "object: a set or dict has so many elements or keys with the same hash that "
-                    "comparing them takes quadratic time; this may be an attack. Send them in a "
-                    "list, or pass pickle=True on every rank if you trust all of them."
+                    f"{self._what}: a set or dict has so many elements or keys with the same hash "
+                    "that comparing them takes quadratic time; this may be an attack. Send them in "
+                    "a list, or pass pickle=True on every rank if you trust all of them."
                 )
 
     def _more(self, values: Iterable[Any], hashes: list[int]) -> int:
@@ -268,7 +299,7 @@ class _Reader:
         return self._raw[start : self._position].copy()
 
 
-def _plain(value: Any, blobs: list[np.ndarray[Any, Any]]) -> Any:
+def _plain(value: Any, blobs: list[np.ndarray[Any, Any]], what: str) -> Any:
     """Return ``value`` as JSON: scalars as they are, everything else as [tag, …]."""
     kind = type(value)
     if kind is int and value.bit_length() > _DECIMAL_BITS:
@@ -276,14 +307,15 @@ def _plain(value: Any, blobs: list[np.ndarray[Any, Any]]) -> Any:
     if value is None or kind in (bool, int, float, str):
         return value
     if kind in (list, tuple, set, frozenset):
-        return [kind.__name__, *(_plain(item, blobs) for item in value)]
+        return [kind.__name__, *(_plain(item, blobs, what) for item in value)]
     if kind is dict:
-        return ["dict", *([_plain(k, blobs), _plain(v, blobs)] for k, v in value.items())]
+        pairs = ([_plain(k, blobs, what), _plain(v, blobs, what)] for k, v in value.items())
+        return ["dict", *pairs]
     if kind is complex:
         return ["complex", value.real, value.imag]
     if kind in (bytes, bytearray):
         blobs.append(np.frombuffer(value, np.uint8))
-        return ["bytes", len(value)]
+        return [kind.__name__, len(value)]
     if is_array(value):
         adapter = adapter_of(value)
         array, dtype = adapter.view(value)
@@ -293,7 +325,7 @@ def _plain(value: Any, blobs: list[np.ndarray[Any, Any]]) -> Any:
         scalar = isinstance(value, np.generic)
         return ["array", "scalar" if scalar else adapter.name, dtype.name, *array.shape]
     raise InvalidArgumentError(
-        f"object: {kind.__name__} is neither plain data nor an array (None, bool, int, float, "
+        f"{what}: {kind.__name__} is neither plain data nor an array (None, bool, int, float, "
         "complex, str, bytes, list, tuple, dict, set, arrays). Convert it, or pass pickle=True "
         "on every rank if you trust all of them."
     )

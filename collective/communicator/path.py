@@ -26,7 +26,7 @@ from collective.errors import (
 from collective.memory.arrays import adapter_of
 from collective.memory.buffer import Buffer, Spot
 from collective.memory.dtypes import BY_NUMPY
-from collective.request import Disagreement, Request, differing
+from collective.request import Disagreement, Request, call_site, describe, differing
 
 from .foreign_names import explain_arguments
 from .listener import CallEvent, Listener
@@ -583,9 +583,28 @@ class Path(_Gate):
             planned = self.remember(key, self.planned(known.preceding(operation, elements)))
         return planned
 
+    def break_mismatch(self, what: str, root: int, theirs: str, mine: str) -> NoReturn:
+        """Break the communicator, and raise ``MismatchError``, as this call is not the root's.
+
+        The call cannot be repeated: the root receives no answer, so it is already sending the
+        array.
+
+        Args:
+            what: the operation.
+            root: rank of the root.
+            theirs, mine: the calls of the root and of this rank.
+        """
+        failure = Failure("mismatch", self.rank, (
+            f"the ranks made different calls:\n  rank {root}: {theirs}\n  rank {self.rank}: {mine} "
+            f"at {call_site()}\nEvery rank must make the same collective calls in the same order; "
+            "COLLECTIVE_CHECK=always compares each call before it is sent"
+        ))  # fmt: skip
+        self.backend.abort(failure)
+        raise failure.error(what, self.rank)
+
     def raise_mismatch(self, headers: Sequence[dict[str, Any]]) -> NoReturn:
         """Raise ``MismatchError`` with the ranks' different calls."""
-        name = headers[self.rank]["operation"]
+        name = describe(headers[self.rank]).partition("(")[0]
         raise MismatchError(
             f"{name}: the ranks made different calls {self.who}:\n"
             + differing(dict(enumerate(headers)))

@@ -18,7 +18,7 @@ from collective.testing import run_ranks
 # The fields are kind, dtype, bytes, number of dimensions, and shape. This head is consistent:
 SOUND = [0, 11, 8, 1, 1]
 HEADS = {
-    "kind": [3, 11, 8, 1, 1],
+    "kind": [4, 11, 8, 1, 1],
     "negative kind": [-1, 11, 8, 1, 1],
     "dtype": [0, 99, 8, 1, 1],
     "negative dtype": [0, -1, 8, 1, 1],

@@ -8,13 +8,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from collective.contract.failure import Failure
 from collective.deadline import Deadline
 from collective.errors import InvalidArgumentError
 from collective.memory import dtypes, nested
 from collective.memory.arrays import adapter_of
 from collective.memory.buffer import Buffer, Spot
-from collective.request import Request, call_site
+from collective.request import Request
 
 from ..heads import Head
 from ..output import Output, input_buffer, outputs_of
@@ -71,7 +70,8 @@ class _Broadcasting(Call):
         """Broadcast a buffer whose dtype and shape this rank knows.
 
         Args:
-            described: number of bytes at the buffer's start that describe a structure.
+            described: number of bytes at the buffer's start that describe a structure; -1 if the
+                buffer holds an object.
 
         Raises:
             Disagreement: the ranks' calls differ, perhaps only because a rank has passed None.
@@ -109,10 +109,11 @@ class _Broadcasting(Call):
 
         Args:
             request, buffer: request and buffer of this rank; None if this rank passed None.
-            described: number of bytes at the buffer's start that describe a structure.
+            described: as in :meth:`move`.
 
         Raises:
-            MismatchError: this rank's array differs from the root's in dtype or shape.
+            MismatchError: this rank's array differs from the root's in dtype or shape, or one of
+                them is an object.
         """
         path, root = self.path, self.root
         head = Head(_WORDS)
@@ -126,19 +127,15 @@ class _Broadcasting(Call):
             head.put(buffer.array)
         plan = path.head_plan("broadcast", request, root, "broadcast")
         path.carry(plan, head.buffer, head.buffer, deadline)
-        if request is not None and head.words[0] != request.digest:
-            root_request = Request("broadcast", *_described(head), root=root)
-            message = (
-                f"the ranks made different calls:\n  rank {root}: {root_request}\n  "
-                f"rank {path.rank}: {request} at {call_site()}\nEvery rank must make the same "
-                "collective calls in the same order; COLLECTIVE_CHECK=always compares each call "
-                "before it is sent"
-            )
-            # Break the communicator. The call cannot be repeated: the root receives no answer, so
-            # it is already sending the array.
-            failure = Failure("mismatch", path.rank, message)
-            path.backend.abort(failure)
-            raise failure.error("broadcast", path.rank)
+        if request is None:
+            differs = (head.words[3] < 0) != (described < 0)
+        else:
+            differs = head.words[0] != request.digest
+        if differs:
+            is_object = bool(head.words[3] < 0) or None
+            theirs = Request("broadcast", *_described(head), root=root, object=is_object)
+            mine = request or Request("broadcast", root=root, object=described < 0 or None)
+            path.break_mismatch("broadcast", root, str(theirs), str(mine))
         if path.results is not None and head.inline(int(head.words[2])) is not None:
             path.results.count()  # the call is complete: no operation follows this one
         return head
@@ -149,13 +146,14 @@ class _Broadcasting(Call):
         Raises:
             MismatchError: the calls differ in more than that.
         """
-        root = headers[self.root] if headers else {"shape": None}
+        root = headers[self.root] if headers else {"shape": None, "options": {}}
         for header in headers:
             if {**header, "site": ""} != {**root, "site": ""}:
                 unknown = header["shape"] is None and not header["options"].get("nesting")
                 alike = (
                     header["operation"] == root["operation"]
                     and header["options"].get("root") == self.root
+                    and header["options"].get("object") == root["options"].get("object")
                 )
                 if not (unknown and alike):
                     self.path.raise_mismatch(headers)
@@ -173,7 +171,7 @@ class Broadcast(_Broadcasting):
     """
 
     def __init__(
-        self, path: Path, x: Any, root: Any, out: Any, like: Any, hosted: bool = False
+        self, path: Path, x: Any, root: Any, out: Any, like: Any, hosted: str = ""
     ) -> None:
         self.path = path
         self.root = path.check_rank("broadcast", "root", root)
@@ -196,11 +194,14 @@ class Broadcast(_Broadcasting):
 
     def _plan_of(self, seen: View) -> Planned:
         path, (_, array, dtype) = self.path, seen
-        key = self.operation, dtype, array.shape, self.root, type(array) is np.ndarray
+        on_host = type(array) is np.ndarray
+        key = self.operation, dtype, array.shape, self.root, on_host, self.hosted
         planned = path.plans.get(key)
         if planned is None:
-            device = where(path, array)
-            request = Request(self.operation, dtype, array.shape, root=self.root, device=device)
+            request = Request(
+                self.operation, dtype, array.shape, root=self.root, device=where(path, array),
+                object=self.hosted == "object" or None,
+            )  # fmt: skip
             planned = path.remember(key, path.planned(request))
         return planned
 
@@ -209,7 +210,7 @@ class Broadcast(_Broadcasting):
         if path.enqueues and (out is x or (out is None and path.rank == self.root)):
             spot = spot_of(path, x)
             if spot is not None:
-                key = self.operation, spot.dtype, spot.shape, self.root, False
+                key = self.operation, spot.dtype, spot.shape, self.root, False, ""
                 planned = path.plans.get(key)
                 if planned is not None:
                     return _StraightBroadcast(self, spot, planned)
@@ -238,7 +239,7 @@ class Broadcast(_Broadcasting):
         return self
 
     def run(self, deadline: Deadline) -> Any:
-        self.move(self._buffer, self._planned, deadline)
+        self.move(self._buffer, self._planned, deadline, -1 if self.hosted == "object" else 0)
         return self._result()
 
     def recover(self, headers: Sequence[Header], deadline: Deadline) -> Any:
@@ -303,18 +304,19 @@ class _UnknownBroadcast(_Broadcasting):
         self.path = call.path
         self.root = call.root
         self._like = call.like
+        self._described = -1 if call.hosted == "object" else 0
         adapter_for(self._like)
 
     def run(self, deadline: Deadline) -> Any:
         path, root, like = self.path, self.root, self._like
         inline, options, described = None, {}, 0
         if path.heads:
-            head = self.exchange_head(None, None, deadline)
+            head = self.exchange_head(None, None, deadline, self._described)
             dtype, shape = _described(head)
             inline = head.inline(int(head.words[2]))
-            described = int(head.words[3])
+            described = max(0, int(head.words[3]))
         else:
-            request = Request(self.operation, root=root)
+            request = Request(self.operation, root=root, object=self._described < 0 or None)
             header = self.root_header(path.headers_if_different(request, deadline) or [])
             dtype, shape = dtypes.named(header["dtype"]), tuple(header["shape"])
             options = header["options"]

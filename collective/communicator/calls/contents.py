@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -29,11 +29,12 @@ _UINT8 = dtypes.BY_NAME["uint8"]
 #: payload, and one that the transport takes from a GPU, follows in a separate message.
 WORDS = 16
 _MAX_DIMENSIONS = WORDS - 4
-_ARRAY, _OBJECT, _FOLLOWING = 0, 1, 2
+# Kinds: an array, a structure, an array whose payload follows from a GPU, an object.
+_ARRAY, _STRUCTURE, _FOLLOWING, _OBJECT = range(4)
 
 
 def message_of(
-    path: Path, what: str, x: Any, hosted: bool = False
+    path: Path, what: str, x: Any, hosted: str = ""
 ) -> tuple[Head, Buffer | None, Near | None]:
     """Return the head of the message for ``x``, the payload that must follow it, and a GPU array.
 
@@ -42,13 +43,17 @@ def message_of(
 
     Args:
         what: the operation, for errors.
-        hosted: whether ``x`` is the library's own array on the CPU.
+        hosted: as in :func:`.views.view`.
     """
     head = Head(WORDS)
     head.words[:] = 0
     if nested.is_tree(x):
-        nested.flatten(x)  # raises an error for keys that cannot be sorted
-        payload = Buffer(objects.encode(x), _UINT8)
+        for leaf in nested.flatten(x):
+            adapter_of(leaf, what)  # refuses all but arrays, as the other calls do
+        payload = Buffer(objects.encode(_bare(x), what=what), _UINT8)
+        head.words[:3] = _STRUCTURE, 0, payload.count
+    elif hosted == "object":
+        payload = Buffer(x, _UINT8)
         head.words[:3] = _OBJECT, 0, payload.count
     else:
         adapter, array, dtype = view(path, what, x, hosted)
@@ -124,7 +129,7 @@ def check_out(path: Path, what: str, out: Any) -> Near | None:
 
 def _direct(path: Path, words: Sequence[int], out: Any, follows: bool) -> Buffer | None:
     """Return ``out`` as a buffer of bytes, if the message can be received directly into it."""
-    if out is None or nested.is_tree(out) or words[0] == _OBJECT:
+    if out is None or nested.is_tree(out) or words[0] in (_STRUCTURE, _OBJECT):
         return None
     array, dtype = adapter_of(out).output(out)
     on_gpu = not isinstance(array, np.ndarray)
@@ -140,8 +145,9 @@ def _direct(path: Path, words: Sequence[int], out: Any, follows: bool) -> Buffer
 
 
 def build_result(
-    path: Path, what: str, source: int, words: Sequence[int], payload: Buffer, out: Any, like: Any
-) -> Any:
+    path: Path, what: str, source: int, words: Sequence[int], payload: Buffer, out: Any, like: Any,
+    hosted: str = "",
+) -> Any:  # fmt: skip
     """Return the result of a receive: ``out``, or a new array or structure.
 
     Args:
@@ -149,10 +155,19 @@ def build_result(
         source: rank that sent the message, for errors.
         words, payload: words of the message's head, and the buffer with its payload.
         out, like: as in :func:`room_for`.
+        hosted: ``"object"`` if the result is to be an encoded object; see :func:`.views.view`.
+
+    Raises:
+        InvalidArgumentError: the message is an object, and the receiver expects an array; or the
+            other way round.
     """
-    what = f"{what} from rank {source} to rank {path.rank}"
+    if (words[0] == _OBJECT) != (hosted == "object"):
+        _refuse_other_kind(path, what, source, words)
     if words[0] == _OBJECT:
-        value = objects.decode(payload.array)
+        return payload.array
+    what = f"{what} from rank {source} to rank {path.rank}"
+    if words[0] == _STRUCTURE:
+        value = objects.decode(payload.array, what=what)
         if out is None and like is not None and nested.is_tree(value):
             adapter = adapter_for(like)
             leaves = [_converted(what, leaf, adapter) for leaf in nested.flatten(value)]
@@ -171,6 +186,29 @@ def build_result(
     return output.finish()
 
 
+def _refuse_other_kind(path: Path, what: str, source: int, words: Sequence[int]) -> NoReturn:
+    if words[0] == _OBJECT:
+        sent, send, receive = "an object", "send_object", "recv_object"
+    else:
+        sent, send, receive = "a structure", "send", "recv"
+        if words[0] != _STRUCTURE:
+            sent = f"an array ({dtypes.BY_CODE[words[1]]} of shape {_shape(words)})"
+        what = "recv_object"
+    raise InvalidArgumentError(
+        f"{what}: rank {source} sent {sent}, by {send} {path.who}. Receive it by {receive}, or "
+        f"send it by {'send' if receive == 'recv_object' else 'send_object'}."
+    )
+
+
+def _bare(tree: Any) -> Any:
+    """Return a structure of the same nesting in lists, tuples and dicts alone."""
+    if isinstance(tree, dict):
+        return {key: _bare(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return (list if isinstance(tree, list) else tuple)(map(_bare, tree))
+    return tree
+
+
 def read_words(what: str, head: Head) -> list[int]:
     """Return the words of a head that a peer sent.
 
@@ -179,7 +217,7 @@ def read_words(what: str, head: Head) -> list[int]:
     """
     words: list[int] = head.words.tolist()
     kind, code, nbytes, ndim = words[:4]
-    if kind == _OBJECT:
+    if kind in (_STRUCTURE, _OBJECT):
         sound = nbytes >= 0
     else:
         sound = (

@@ -34,12 +34,12 @@ class _Collection(Pieces):
         path: path of the communicator.
         x, counts, axis, out: arguments that the caller passed.
         root: rank that gets the result; None for a result on every rank.
-        hosted: whether ``x`` is the library's own array on the CPU.
+        hosted: as in :func:`.views.view`.
     """
 
     def __init__(
         self, path: Path, x: Any, root: int | None, counts: Sequence[int] | None, axis: int,
-        out: Any, hosted: bool = False,
+        out: Any, hosted: str = "",
     ) -> None:  # fmt: skip
         self.path = path
         self.x = x
@@ -61,7 +61,7 @@ class _Collection(Pieces):
 
     def _key(self, dtype: Any, shape: tuple[int, ...], on_host: bool) -> Any:
         counts = None if self._counts is None else tuple(self._counts)
-        return self.operation, dtype, shape, self.root, self.axis, counts, on_host
+        return self.operation, dtype, shape, self.root, self.axis, counts, on_host, self.hosted
 
     def _plan_of(self, seen: View) -> Planned:
         """Return the plan for one array."""
@@ -150,7 +150,7 @@ class Gather(_Collection):
 
     def __init__(
         self, path: Path, x: Any, root: Any, counts: Sequence[int] | None, axis: int, out: Any,
-        hosted: bool = False,
+        hosted: str = "",
     ) -> None:  # fmt: skip
         root = path.check_rank("gather", "root", root)
         super().__init__(path, x, root, counts, axis, out if path.rank == root else None, hosted)
@@ -170,7 +170,7 @@ class AllGather(_Collection):
 
     def __init__(
         self, path: Path, x: Any, counts: Sequence[int] | None, axis: int, out: Any,
-        hosted: bool = False,
+        hosted: str = "",
     ) -> None:  # fmt: skip
         super().__init__(path, x, None, counts, axis, out, hosted)
 

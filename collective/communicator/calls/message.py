@@ -96,12 +96,12 @@ class Send(_Message):
 
     Args:
         result: object that the call returns.
-        hosted: whether ``x`` is the library's own array on the CPU.
+        hosted: as in :func:`.views.view`.
         what: the communicator's method that the program called, for errors and listeners.
     """
 
     def __init__(
-        self, path: Path, x: Any, dst: Any, tag: Any, result: Any = None, hosted: bool = False,
+        self, path: Path, x: Any, dst: Any, tag: Any, result: Any = None, hosted: str = "",
         what: str = "send",
     ) -> None:  # fmt: skip
         self.path = path
@@ -113,6 +113,8 @@ class Send(_Message):
         self._what = what
 
     def try_in_c(self, seconds: float) -> Any:
+        if self._hosted == "object":  # C writes heads of arrays
+            return NotImplemented
         done = self.in_c(self.x, self.dst, None, NOBODY, Deadline(seconds))
         return NotImplemented if done is NotImplemented else self._result
 
@@ -133,11 +135,12 @@ class Recv(_Message):
     Args:
         what: the communicator's method that the program called, for errors and listeners.
         heard: whether the listeners are notified already.
+        hosted: as in :func:`.views.view`.
     """
 
     def __init__(
         self, path: Path, out: Any, src: Any, tag: Any, like: Any, status: Status | None,
-        what: str = "recv", heard: bool = False,
+        what: str = "recv", heard: bool = False, hosted: str = "",
     ) -> None:  # fmt: skip
         self.path = path
         self.out = out
@@ -147,6 +150,7 @@ class Recv(_Message):
         self._status = status
         self._what = what
         self._heard = heard
+        self._hosted = hosted
 
     @classmethod
     def rest(cls, path: Path, x: None, out: Any, src: Any, tag: Any) -> Recv:
@@ -208,7 +212,9 @@ class Recv(_Message):
             receive_checksum(path, head, payload if follows else None, source, tag, deadline)
         result = out
         if not direct:
-            result = build_result(path, self._what, source, words, payload, out, self.like)
+            result = build_result(
+                path, self._what, source, words, payload, out, self.like, self._hosted
+            )
         if near is None:
             settle(path, self._what, payload.array, deadline)
         return result

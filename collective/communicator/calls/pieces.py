@@ -51,7 +51,7 @@ class Pieces(Call):
         x, out, axis: arguments that the caller passed.
         root: rank that gets the result; None for a result on every rank.
         receives: whether this rank gets a result.
-        hosted: whether ``x`` is the library's own array on the CPU.
+        hosted: as in :func:`.views.view`.
         leaves: arrays of the call.
         nesting: nesting of the arrays; 0 for one array.
         expected: number of rows of each leaf from each rank: the caller's lengths, or as if all
@@ -66,7 +66,7 @@ class Pieces(Call):
     axis: int
     root: int | None = None
     receives: bool = True
-    hosted: bool = False
+    hosted: str = ""
     leaves: list[Leaf]
     nesting: Any
     expected: Sequence[Sequence[int]]
@@ -219,7 +219,10 @@ class Pieces(Call):
         shapes = tuple((leaf.dtype, leaf.rows.shape_with(-1 if fixed else leaf.rows.length))
                        for leaf in leaves)  # fmt: skip
         device = where(path, leaves[0].array) if leaves else None
-        key = (what, shapes, str(nesting), self.root, axis, str(counts), str(sent), device)
+        key = (
+            what, shapes, str(nesting), self.root, axis, str(counts), str(sent), device,
+            self.hosted,
+        )  # fmt: skip
         planned = path.plans.get(key)
         if planned is not None:
             return planned
@@ -234,7 +237,7 @@ class Pieces(Call):
         options: dict[str, Any] = {
             "axis": axis or None, "sizes": sent, "elements": elements, "incoming": incoming,
             "counts": None if counts is None else list(map(int, counts)), "device": device,
-            "alike": sent is not None,
+            "alike": sent is not None, "object": self.hosted == "object" or None,
         }  # fmt: skip
         if nesting == 0:
             (dtype, shape), *_ = shapes

@@ -12,7 +12,7 @@ from collective.deadline import Deadline
 from collective.errors import InvalidArgumentError
 from collective.memory import dtypes, nested
 from collective.memory.buffer import Buffer
-from collective.request import Disagreement, Request
+from collective.request import Disagreement, Request, describe
 
 from ..heads import Head
 from ..path import Path
@@ -25,6 +25,9 @@ from .structure import UINT8, ArrivedLeaf, assemble, bytes_of
 from .views import Array, adapter_for, device_view, room_on_gpu, view, views, where
 
 __all__ = ["Scatter"]
+
+# Header of a scatter without what only the root knows.
+_UNKNOWN = {"operation": "scatter", "dtype": None, "shape": None}
 
 
 class Scatter(Call):
@@ -40,7 +43,7 @@ class Scatter(Call):
 
     def __init__(
         self, path: Path, x: Any, root: Any, counts: Sequence[int] | None, axis: int, out: Any,
-        like: Any, hosted: bool = False,
+        like: Any, hosted: str = "",
     ) -> None:  # fmt: skip
         self.path = path
         self.root = path.check_rank("scatter", "root", root)
@@ -50,6 +53,7 @@ class Scatter(Call):
         self._axis = axis
         self._like = like
         self._hosted = hosted
+        self._object = hosted == "object" or None
 
     @classmethod
     def of_plain(
@@ -86,7 +90,7 @@ class Scatter(Call):
         else:
             adapter_for(self._like)
             self._request = self._guessed_request() or Request(
-                self.operation, root=self.root, elements=[0] * path.size
+                self.operation, root=self.root, elements=[0] * path.size, object=self._object
             )
         self.run_by(nearest(self._leaves))
         return self
@@ -187,6 +191,7 @@ class Scatter(Call):
         widths = [leaf.rows.inner * (leaf.dtype.itemsize if nesting else 1) for leaf in leaves]
         return Request(
             self.operation, root=self.root, axis=self._axis, nesting=nesting, sizes=rows,
+            object=self._object,
             leaves=[[leaf.dtype.name, *leaf.shape] for leaf in leaves],
             device=where(path, leaves[0].array) if leaves else None,
             elements=[
@@ -238,7 +243,11 @@ class Scatter(Call):
                 received[:] = text
             buffer = Buffer(received, UINT8)
             path.carry(path.planned(about), buffer, buffer, deadline)
-        return dict(json.loads(received.tobytes()))
+        options = dict(json.loads(received.tobytes()))
+        if options.get("object") != self._object:
+            theirs = describe({**_UNKNOWN, "options": options})
+            path.break_mismatch("scatter", self.root, theirs, str(request))
+        return options
 
     def _options_in(self, headers: Sequence[Header]) -> dict[str, Any]:
         """Return the options of the root's call, which the other ranks may know only in part.
@@ -247,7 +256,9 @@ class Scatter(Call):
             MismatchError: a rank makes another call, or names another root.
         """
         for header in headers:
-            if header["operation"] != "scatter" or header["options"].get("root") != self.root:
+            options, wanted = header["options"], (self.root, self._object)
+            agreed = (options.get("root"), options.get("object")) == wanted
+            if header["operation"] != "scatter" or not agreed:
                 self.path.raise_mismatch(headers)
         if "leaves" not in headers[self.root]["options"]:
             self.path.raise_mismatch(headers)

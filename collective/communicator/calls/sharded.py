@@ -183,7 +183,7 @@ class _Leaf:
             self.adapter, self.dtype, self.shape = _checked_fold(call, shards, x)
             self.rows = [buffer.array.reshape(self.shape) for buffer in x.folded()]
         else:
-            seen = view(call.path, call.operation, x, hosted=True)
+            seen = view(call.path, call.operation, x, hosted="array")
             if not isinstance(seen.array, np.ndarray):
                 seen = staged(call.path, seen)
             self.adapter, array, self.dtype = seen

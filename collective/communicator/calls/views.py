@@ -43,13 +43,13 @@ class View(NamedTuple):
     dtype: DType
 
 
-def view(path: Path, what: str, x: Any, hosted: bool = False) -> View:
+def view(path: Path, what: str, x: Any, hosted: str = "") -> View:
     """Return a view of an array in a form that the transport accepts.
 
     Args:
         what: the operation, for errors.
-        hosted: true if the array is one of the library's own on the CPU, which every transport
-            accepts.
+        hosted: not empty if the array is one of the library's own on the CPU, which every transport
+            accepts: ``"array"``, or ``"object"`` if it is an encoded object.
 
     Raises:
         DeviceError: the transport only takes arrays on GPUs, or the array is on another GPU than
@@ -77,7 +77,7 @@ def view(path: Path, what: str, x: Any, hosted: bool = False) -> View:
     return _new(View, (adapter, array, dtype))  # type: ignore[no-any-return]
 
 
-def views(path: Path, what: str, x: Any, hosted: bool = False) -> list[View]:
+def views(path: Path, what: str, x: Any, hosted: str = "") -> list[View]:
     """Return views of the arrays of a structure; refuse a mixture of CPU and GPU arrays."""
     leaves = [view(path, what, leaf, hosted) for leaf in nested.flatten(x)]
     for leaf in leaves[1:]:
