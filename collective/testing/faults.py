@@ -10,6 +10,9 @@ A *call* is an operation of the transport: each collective, send, recv or ``empt
 communicator, counted from 1 on each rank. A call with a structure counts once for every dtype in
 the structure. On transports that need a comparison before a call, the comparison does not count.
 Groups made of the communicator have no faults.
+
+A run fails if a rank returns before one of its faults has come: a test that waits for a fault must
+not pass without it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from collective.algorithms.messages import GROUP_TAG
 from collective.contract.backend import Backend, Plan
 from collective.contract.failure import Failure
+from collective.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
     from collective.memory.device_array import DeviceArray
     from collective.request import Request
 
-__all__ = ["Fault", "FaultyBackend", "RankKilled", "delay", "fail", "kill"]
+__all__ = ["Fault", "FaultyBackend", "RankKilled", "delay", "fail", "kill", "refuse_absent"]
 
 T = TypeVar("T")
 
@@ -61,6 +65,9 @@ class Fault:
         seconds: duration of a delay; for a kill, time from the beginning of the call to the kill.
         error: exception that a failing rank raises.
         in_shrink: point in ``shrink()`` at which a kill comes, instead of at a call.
+
+    Raises:
+        InvalidArgumentError: no rank, call, time or point can be meant.
     """
 
     kind: str
@@ -69,6 +76,46 @@ class Fault:
     seconds: float = 0.0
     error: BaseException | None = None
     in_shrink: str = ""
+
+    def __post_init__(self) -> None:
+        wrong = ""
+        if not _is_ordinal(self.rank, 0):
+            wrong = f"rank {self.rank!r}; expected an integer, 0 or more"
+        elif self.at_call is not None and not _is_ordinal(self.at_call, 1):
+            wrong = f"at_call {self.at_call!r}; expected the ordinal of a call, 1 or more"
+        elif not self.seconds >= 0:
+            wrong = f"{self.seconds!r} seconds; expected 0 or more"
+        elif self.in_shrink not in ("", "decision", "connect"):
+            wrong = f"in_shrink {self.in_shrink!r}; expected 'decision' or 'connect'"
+        elif self.in_shrink and (self.at_call or self.seconds):
+            wrong = "at_call or after together with in_shrink; expected one of them"
+        if wrong:
+            raise InvalidArgumentError(f"faults.{self.kind}: {wrong}.")
+
+    def __str__(self) -> str:
+        where = "" if self.at_call is None else f", at_call={self.at_call}"
+        if self.in_shrink:
+            where = f", in_shrink={self.in_shrink!r}"
+        seconds = f", {'after=' * (self.kind == 'kill')}{self.seconds}" if self.seconds else ""
+        return f"faults.{self.kind}({self.rank}{seconds}{where})"
+
+
+def _is_ordinal(number: object, least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
+
+
+def refuse_absent(plan: Sequence[Fault], size: int) -> None:
+    """Refuse faults of ranks that a run of ``size`` ranks does not have.
+
+    Raises:
+        InvalidArgumentError: there is such a fault.
+    """
+    for fault in plan:
+        if fault.rank >= size:
+            raise InvalidArgumentError(
+                f"{fault}: there is no rank {fault.rank}, only ranks 0 to {size - 1}. Name one of "
+                "these, or start more ranks."
+            )
 
 
 def kill(
@@ -125,6 +172,8 @@ class FaultyBackend(Backend):
         self._calls = 0
         self._counting = threading.Lock()
         self._killed = False
+        self._due = list(self._plan)  # the faults that have not come
+        self._timers: dict[int, threading.Timer] = {}  # by the index of the fault in the plan
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> Self:
@@ -136,18 +185,20 @@ class FaultyBackend(Backend):
         with self._counting:
             self._calls += 1
             number = self._calls
-        for fault in self._plan:
+        for index, fault in enumerate(self._plan):
             if fault.in_shrink:
                 continue
             if fault.at_call not in (None, number):
                 continue
+            if fault in self._due:
+                self._due.remove(fault)
             if fault.kind == "delay":
                 time.sleep(fault.seconds)
             elif fault.kind == "fail":
                 assert fault.error is not None
                 raise fault.error
             elif fault.seconds and not self.capabilities.in_process:
-                timer = threading.Timer(fault.seconds, _kill_process)
+                timer = self._timers[index] = threading.Timer(fault.seconds, _kill_process)
                 timer.daemon = True
                 timer.start()
             else:
@@ -159,6 +210,22 @@ class FaultyBackend(Backend):
         self._inner.close()
         self._killed = True
         raise RankKilled(f"rank {self.rank} was killed {where}, as planned")
+
+    def refuse_unfired(self) -> None:
+        """Raise an error if a fault of this rank has not come; the rank has returned.
+
+        Raises:
+            AssertionError: the text names the fault.
+        """
+        late = [self._plan[index] for index, timer in self._timers.items() if timer.is_alive()]
+        for timer in self._timers.values():
+            timer.cancel()  # it would kill the rank in a later run
+        for fault in (*late, *self._due):
+            made = f"{self._calls} call{'s' * (self._calls != 1)}"
+            raise AssertionError(
+                f"{fault}: rank {self.rank} returned after {made}, before this fault came. Choose "
+                "a call that the rank makes, or make the rank wait for the fault."
+            )
 
     def _shrinks(self, where: str) -> None:
         if any(fault.in_shrink == where for fault in self._plan) and not self._killed:

@@ -28,7 +28,7 @@ from collective.start import session
 from collective.start.connecting import met, tell_ended
 from collective.start.file_store import FileStore
 
-from .faults import Fault, FaultyBackend, RankKilled
+from .faults import Fault, FaultyBackend, RankKilled, refuse_absent
 
 __all__ = [
     "GRACE_S",
@@ -158,11 +158,14 @@ class CommunicatorJob(Job):
         # Each job may run in a new thread, and module-level calls use the thread's current
         # communicator.
         session.set_current(comm)
+        transport = comm.transport
         try:
             value = self.function(comm, *self.args, **self.options)
         except RankKilled as killed:
             participant.kept.clear()
             raise RankDiedError(str(killed)) from None
+        if isinstance(transport, FaultyBackend):
+            transport.refuse_unfired()
         if not self.shared:
             participant.leave()
         return value
@@ -255,9 +258,12 @@ class RankPool:
             The ranks' results, in rank order.
 
         Raises:
-            RanksFailedError: a rank raised, died or hung; the error has every rank's traceback.
+            RanksFailedError: a rank raised, died or hung, or returned before one of its faults
+                came; the error has every rank's traceback.
+            InvalidArgumentError: a fault is of a rank that the pool does not have.
         """
         __tracebackhide__ = True  # pytest and IPython show the caller's line
+        refuse_absent(faults, self.size)
         seconds = self.timeout if timeout is None else timeout
         calls = _CALL_SHARE * seconds if call_timeout is None else call_timeout
         opening = self._opening(calls, check, tuple(faults), shrink_grace, shared)
@@ -282,7 +288,7 @@ class RankPool:
         job = f"testing-{secrets.token_hex(8)}"
         directory = f"{self._directory}/{job}"
         opening = Opening(self.backend, self.size, job, directory, timeout, check, faults, grace)
-        self._shared = opening if shared else None
+        self._shared = opening if shared and not faults else None
         return opening
 
     def close(self) -> None:

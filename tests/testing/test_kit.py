@@ -258,9 +258,52 @@ def test_fault_kill_ends_rank_at_call(backend: str) -> None:
         run_ranks(3, barriers, backend=backend, faults=[faults.kill(1, at_call=3)])
     assert isinstance(caught.value.cause, RankDiedError)
     assert {type(caught.value.errors[rank]) for rank in (0, 2)} == {PeerLostError}
-    # The ranks make fewer calls than ``at_call``, so the fault never occurs.
-    plan = [faults.kill(1, at_call=5)]
-    assert run_ranks(3, barriers, backend=backend, faults=plan) == ["done"] * 3
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        faults.kill(1, at_call=5), faults.kill(1, at_call=2, after=60.0),
+        faults.fail(1, OSError(), at_call=5), faults.delay(1, 0.0, at_call=5),
+        faults.kill(1, in_shrink="decision"),
+    ],
+    ids=str,
+)  # fmt: skip
+@BOTH
+def test_fault_that_never_came_fails_run(backend: str, fault: faults.Fault) -> None:
+    if backend == "threads" and fault.seconds:
+        return  # a thread is killed at once
+    with RankPool(2, backend) as pool:
+        with pytest.raises(RanksFailedError) as caught:
+            pool.run(barriers, faults=[fault, faults.delay(0, 0.0)])
+        text = str(caught.value.cause)
+        assert text.startswith(f"{fault}: rank 1 returned after 4 calls, before this fault came")
+        assert caught.value.results == {0: "done"}
+        assert pool.run(barriers, shared=True) == ["done"] * 2  # the next run has no faults
+
+
+def test_fault_of_absent_rank_is_refused() -> None:
+    with pytest.raises(collective.InvalidArgumentError, match=r"faults.kill\(5\): .*no rank 5"):
+        run_ranks(2, barriers, faults=[faults.kill(5)])
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: faults.kill(-1), "rank -1"),
+        (lambda: faults.kill(True), "rank True"),
+        (lambda: faults.kill("0"), "rank '0'"),
+        (lambda: faults.kill(0, at_call=0), "at_call 0"),
+        (lambda: faults.fail(0, OSError(), at_call=1.5), "at_call 1.5"),
+        (lambda: faults.delay(0, -1.0), "-1.0 seconds"),
+        (lambda: faults.kill(0, after=float("nan")), "nan seconds"),
+        (lambda: faults.kill(0, in_shrink="verdict"), "in_shrink 'verdict'"),
+        (lambda: faults.kill(0, at_call=1, in_shrink="connect"), "together with in_shrink"),
+    ],
+)
+def test_fault_that_cannot_come_is_refused(make: Any, text: str) -> None:
+    with pytest.raises(collective.InvalidArgumentError, match=text):
+        make()
 
 
 @BOTH
