@@ -147,8 +147,8 @@ def test_call_made_twice_uses_its_input_twice(call: str, count: int) -> None:
     assert results == [True] * 3
 
 
-def other_nan(comm: Communicator, dtype: str, differs: str) -> Any:
-    """Reduce NaN with two payloads; the rank's second result has the other payload."""
+def other_nan(comm: Communicator, call: str, dtype: str, differs: str) -> Any:
+    """Reduce NaN; rank 1's result has another payload, or in a scan each rank's second result."""
     backend: Any = comm.transport
     plan, runs = backend.plan, itertools.count()
 
@@ -157,9 +157,9 @@ def other_nan(comm: Communicator, dtype: str, differs: str) -> Any:
 
         def run(src: Any, dst: Any, deadline: Any) -> None:
             actual(src, dst, deadline)
-            if request.operation == "scan" and next(runs):
+            if request.operation == call and (next(runs) if call == "scan" else comm.rank):
                 bits = dst.bytes().array
-                bits[4 if differs == "value" else 0] ^= 1
+                bits[-dst.array.itemsize if differs == "value" else 0] ^= 1
 
         return run
 
@@ -167,14 +167,18 @@ def other_nan(comm: Communicator, dtype: str, differs: str) -> Any:
     x = of_bits(dtype, np.array([0x7FC1, 0x3F80, 0x3F80], np.uint16)) if dtype == "bfloat16" else (
         np.array([np.nan, 1, 1], dtype)
     )  # fmt: skip
-    return comm.scan(x)
+    getattr(comm, call)(x)
+    return comm.all_gather_object(comm.rank)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_other_payload_of_nan_is_no_other_result(dtype: str) -> None:
-    run_ranks(2, other_nan, dtype, "payload", check="results")
-    with pytest.raises(RanksFailedError, match="another result when the call is made twice"):
-        run_ranks(2, other_nan, dtype, "value", check="results")
+@pytest.mark.parametrize("call", ["scan", "all_reduce"])
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+)
+def test_other_payload_of_nan_is_no_other_result(call: str, dtype: str) -> None:
+    assert run_ranks(2, other_nan, call, dtype, "payload", check="results") == [[0, 1]] * 2
+    with pytest.raises(RanksFailedError, match=r"another result when the call|different results"):
+        run_ranks(2, other_nan, call, dtype, "value", check="results")
 
 
 def flipped_all_gather(comm: Communicator) -> tuple[Any, str]:
