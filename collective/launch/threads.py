@@ -19,7 +19,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Sequence
 from importlib.abc import InspectLoader
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, TextIO
 
 from collective.contract.failure import Failure
@@ -110,6 +110,33 @@ class _Prefixed:
         return getattr(self._stream, name)
 
 
+class _Main(ModuleType):
+    """Module ``__main__`` of all ranks: in the thread of a rank, its attributes are that rank's.
+
+    Pickle finds the classes of a program by the name of their module. So a rank's class becomes the
+    receiver's class of the same name, as between processes.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__("__main__")
+        self.__file__ = path
+        self._of_thread = threading.local()
+
+    def begin(self, namespace: dict[str, Any]) -> None:
+        """Make ``namespace`` the attributes of this module in this thread."""
+        self._of_thread.namespace = namespace
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        return getattr(self._of_thread, "namespace", {})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__[name]
+        except KeyError:
+            raise AttributeError(f"module '__main__' has no attribute {name!r}") from None
+
+
 class _Program:
     """Program that runs on every rank, with the results of the ranks."""
 
@@ -124,6 +151,7 @@ class _Program:
         self._code = code
         self._path = path
         self._package = package
+        self._main = sys.modules["__main__"] = _Main(path)
         self._job = f"threads-{secrets.token_hex(8)}"
         self._store = MemoryStore()
         self._ended: dict[int, str] = {}
@@ -144,6 +172,7 @@ class _Program:
             "__package__": self._package,
             "__builtins__": __builtins__,
         }
+        self._main.begin(namespace)
         code, text = 0, ""
         try:
             exec(self._code, namespace)

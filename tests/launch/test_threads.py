@@ -41,6 +41,24 @@ def test_thread_ranks_run_program_as_main_in_own_namespace(run):
     assert done.stderr == ""
 
 
+def test_thread_ranks_pickle_classes_and_functions_of_the_program(run):
+    done = run(
+        "from __future__ import annotations\nimport __main__, copy, dataclasses, enum, typing\n"
+        + BODY
+        + "class Color(enum.Enum):\n    RED = 1\n"
+        "@dataclasses.dataclass\n"
+        "class Point:\n    x: int\n    of: typing.ClassVar[int] = 5\n"
+        "def double(x):\n    return 2 * x + comm.rank\n"
+        "objects = [Color.RED, Point(comm.rank), double, Point]\n"
+        "colors, points, functions, classes = zip(*comm.all_gather_object(objects, pickle=True))\n"
+        "assert set(colors) == {Color.RED}, colors\n"
+        "assert points == (Point(0), Point(1)) and set(classes) == {Point}, points\n"
+        "assert set(functions) == {double} and __main__.double is double\n"
+        "assert copy.deepcopy(objects) == objects\n",
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("chosen", [{}, {"OMP_NUM_THREADS": "3"}], ids=["default", "chosen"])
 def test_thread_run_sets_omp_num_threads_before_start(launches, chosen):  # noqa: F811
     share = chosen.get("OMP_NUM_THREADS", max(1, len(os.sched_getaffinity(0)) // 2))
