@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-import warnings
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,6 @@ from collective.memory import nested
 from tests.support.on_ranks import on_ranks, ranks_of
 
 torch = pytest.importorskip("torch")
-masked_tensor = pytest.importorskip("torch.masked").masked_tensor
 
 ranks = ranks_of(("threads", 3), ("shm", 2))
 pair = ranks_of(("threads", 2), ("shm", 2))
@@ -137,6 +135,16 @@ class _OwnTensor(torch.Tensor):
     pass
 
 
+class _Wrapper(torch.Tensor):
+    """Tensor over other tensors, as a DTensor is."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError
+
+
 _Pair = namedtuple("_Pair", "a b")
 # Each function makes an array, or a structure, that is no plain one.
 ODD: dict[str, Callable[[], Any]] = {
@@ -225,10 +233,9 @@ def test_arrays_whose_meaning_would_be_lost_are_refused_by_name(comm: Communicat
             comm.all_reduce({"a": x})
         with pytest.raises(InvalidArgumentError, match=f"all_reduce: out is .*{lost}"):
             comm.all_reduce(np.ones(3), out=x)
-    with warnings.catch_warnings(action="ignore"):  # a masked tensor is a prototype
-        masked = masked_tensor(torch.ones(3), torch.ones(3) > 0)
-    with pytest.raises(InvalidArgumentError, match="torch: a MaskedTensor has no memory"):
-        comm.all_reduce(masked)
+    wrapper: Any = torch.Tensor._make_wrapper_subclass(_Wrapper, (3,), dtype=torch.float32)
+    with pytest.raises(InvalidArgumentError, match="torch: a _Wrapper has no memory of its own"):
+        comm.all_reduce(wrapper)
 
 
 def test_producer_with_from_dlpack_is_same_object_at_root(

@@ -249,7 +249,7 @@ class Broadcast(_Broadcasting):
     def _result(self) -> Any:
         output = self._output
         if output is None:
-            return self._view.adapter.unchanged(self.x)
+            return self.x if self.hosted else self._view.adapter.unchanged(self.x)
         if self.path.rank == self.root and self._buffer.array is not output.flat:
             output.flat[:] = self._buffer.array
         return output.finish()
