@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collective.memory.device_array import DeviceArray
     from collective.request import Request
 
-__all__ = ["Fault", "FaultyBackend", "RankKilled", "delay", "fail", "kill", "refuse_absent"]
+__all__ = ["Fault", "FaultyBackend", "RankKilled", "delay", "fail", "kill"]
 
 T = TypeVar("T")
 
@@ -102,20 +102,6 @@ class Fault:
 
 def _is_ordinal(number: object, least: int) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= least
-
-
-def refuse_absent(plan: Sequence[Fault], size: int) -> None:
-    """Refuse faults of ranks that a run of ``size`` ranks does not have.
-
-    Raises:
-        InvalidArgumentError: there is such a fault.
-    """
-    for fault in plan:
-        if fault.rank >= size:
-            raise InvalidArgumentError(
-                f"{fault}: there is no rank {fault.rank}, only ranks 0 to {size - 1}. Name one of "
-                "these, or start more ranks."
-            )
 
 
 def kill(

@@ -28,7 +28,7 @@ from collective.start import session
 from collective.start.connecting import met, tell_ended
 from collective.start.file_store import FileStore
 
-from .faults import Fault, FaultyBackend, RankKilled, refuse_absent
+from .faults import Fault, FaultyBackend, RankKilled
 
 __all__ = [
     "GRACE_S",
@@ -263,7 +263,7 @@ class RankPool:
             InvalidArgumentError: a fault is of a rank that the pool does not have.
         """
         __tracebackhide__ = True  # pytest and IPython show the caller's line
-        refuse_absent(faults, self.size)
+        _refuse_absent(faults, self.size)
         seconds = self.timeout if timeout is None else timeout
         calls = _CALL_SHARE * seconds if call_timeout is None else call_timeout
         opening = self._opening(calls, check, tuple(faults), shrink_grace, shared)
@@ -304,6 +304,20 @@ class RankPool:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _refuse_absent(plan: Sequence[Fault], size: int) -> None:
+    """Refuse faults of ranks that a run of ``size`` ranks does not have.
+
+    Raises:
+        InvalidArgumentError: there is such a fault.
+    """
+    for fault in plan:
+        if fault.rank >= size:
+            raise InvalidArgumentError(
+                f"{fault}: there is no rank {fault.rank}, only ranks 0 to {size - 1}. Name one of "
+                "these, or start more ranks."
+            )
 
 
 def run_ranks(
