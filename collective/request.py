@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -252,7 +253,64 @@ def differing(headers: Mapping[int, dict[str, Any]], absent: Sequence[int] = ())
         groups.setdefault(describe(header) + site, []).append(rank)
     if absent:
         groups["has not come so far"] = list(absent)
-    return "\n".join(f"  {name_ranks(ranks)}: {text}" for text, ranks in groups.items())
+    lines = [f"  {name_ranks(ranks)}: {text}" for text, ranks in groups.items()]
+    return "\n".join([*lines, *_misfits(headers)])
+
+
+def _misfits(headers: Mapping[int, dict[str, Any]]) -> list[str]:
+    """Return a line that names pairs of ranks which state different lengths; [] without such pairs.
+
+    Args:
+        headers: as in :func:`differing`.
+    """
+    calls = {(header["operation"], header["options"].get("root")) for header in headers.values()}
+    if len(calls) > 1:
+        return []
+    pairs = []
+    for sender, receiver in itertools.product(headers, headers):
+        sent = _length_sent(headers[sender], sender, receiver)
+        expected = _length_expected(headers[receiver], sender, receiver)
+        if sent is not None and expected is not None and sent != expected:
+            pairs.append(f"rank {sender} sends {sent} to rank {receiver}, which expects {expected}")
+    more = len(pairs) - _PAIRS
+    return [f"  {'; '.join(pairs[:_PAIRS])}{f'; and {more} more' * (more > 0)}"] if pairs else []
+
+
+def _length_sent(header: dict[str, Any], sender: int, receiver: int) -> int | None:
+    """Return the length that the header of a sender states for a receiver; None if it has none."""
+    operation, options = header["operation"], header["options"]
+    lengths, index = options.get("counts"), sender
+    if operation == "reduce_scatter":
+        index = receiver
+    elif operation in ("gather", "all_gather"):
+        lengths, index = (lengths, sender) if lengths else (header["shape"], 0)
+    else:
+        lengths, index = _cut_lengths(options, sender), receiver
+    return int(lengths[index]) if lengths else None
+
+
+def _length_expected(header: dict[str, Any], sender: int, receiver: int) -> int | None:
+    """Return the length that the header of a receiver states for a sender; None if it has none."""
+    operation, options = header["operation"], header["options"]
+    lengths, index = options.get("expects") or options.get("counts"), sender
+    if operation == "reduce_scatter":
+        index = receiver
+    elif operation == "scatter":  # the header of a receiver is its guess of the root's call
+        lengths, index = _cut_lengths(options, sender), receiver
+    elif operation == "gather" and options["root"] != receiver:
+        lengths = None
+    return int(lengths[index]) if lengths else None
+
+
+def _cut_lengths(options: dict[str, Any], sender: int) -> list[int] | None:
+    """Return the lengths of the pieces of a sender's array, if the options state them."""
+    cut = options.get("sizes") and options.get("root") in (None, sender)
+    lengths = options["sizes"][0] if cut else None
+    return lengths if isinstance(lengths, list) else None
+
+
+#: Number of pairs of ranks that an error names.
+_PAIRS = 3
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -2,20 +2,32 @@
 
 torch.distributed takes lists of tensors of any strides. A communicator joins and cuts arrays along
 an axis. So tensors that are joined or cut are flattened before they are sent.
+
+Senders and receivers both state lengths, and only a comparison of each pair shows that they fit: a
+total may fit all the same. In calls with ``counts``, the ranks compare these. In the others, they
+compare :attr:`Communicator.expects`. A rank whose own tensors contradict each other breaks the
+group, so that all ranks get the error.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from collective.communicator import Communicator, Status
-from collective.errors import CollectiveTimeoutError, InvalidArgumentError, UnsupportedError
+from collective.contract.failure import Failure
+from collective.errors import (
+    CollectiveTimeoutError,
+    DtypeError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
 from collective.memory.dtypes import BY_NAME
 from collective.memory.overlap import call_in_place
 from collective.ops import ReduceOp, as_op, premul_sum, user_op
@@ -76,8 +88,15 @@ def operator_of(op: Any, dtype: torch.dtype) -> ReduceOp:
     For an average of integers it is a sum; the caller divides the sum by :func:`_divided`.
 
     Raises:
+        DtypeError: this library has no such dtype: it can move its bytes, and cannot add them.
         UnsupportedError: ``PREMUL_SUM`` has a tensor of several factors.
     """
+    if dtype not in _KNOWN:
+        raise DtypeError(
+            f"torch: tensors of {dtype} cannot be reduced, only moved (expected one of "
+            f"{', '.join(sorted(str(known) for known in _KNOWN))}). Convert the tensor with "
+            "x.to(...)."
+        )
     kind = getattr(op, "op", op)
     if kind == dist.ReduceOp.PREMUL_SUM:
         factor = op.__getstate__()[1]  # older versions have no op.factor
@@ -140,10 +159,79 @@ def _unpack(joined: Tensor, tensors: Sequence[Tensor]) -> None:
         at += count
 
 
-def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """Return one flat tensor of all elements, and the tensors' lengths in it."""
-    flats = [_flat(tensor) for tensor in tensors]
-    return torch.cat(flats), [flat.numel() for flat in flats]
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return one flat tensor of all elements."""
+    return torch.cat([_flat(tensor) for tensor in tensors])
+
+
+# -- lengths -------------------------------------------------------------------------------
+
+
+def _lengths(
+    comm: Communicator, what: str, tensors: Sequence[Tensor], like: Tensor | None = None
+) -> list[int]:
+    """Return the lengths of the tensors for the ranks, in elements of a flat tensor.
+
+    Args:
+        what: name of the call, for errors.
+        like: another tensor of the call; by default the first one.
+
+    Raises:
+        DtypeError: the tensors have several dtypes.
+        InvalidArgumentError: there is not one tensor for each rank.
+    """
+    if len(tensors) != comm.size:
+        raise InvalidArgumentError(
+            f"{what}: got a list of {len(tensors)} tensors (expected one for each of {comm.size} "
+            f"ranks) [rank {comm.rank} of {comm.size}]."
+        )
+    like = tensors[0] if like is None else like
+    for tensor in tensors:
+        _check_alike(comm, what, tensor, like)
+    width = 1 if like.dtype in _KNOWN else like.element_size()
+    return [tensor.numel() * width for tensor in tensors]
+
+
+def _check_alike(comm: Communicator, what: str, tensor: Tensor, like: Tensor) -> None:
+    if tensor.dtype is not like.dtype:
+        error = DtypeError(
+            f"{what}: got tensors of {tensor.dtype} and of {like.dtype} (expected one dtype) "
+            f"[rank {comm.rank} of {comm.size}]."
+        )
+        comm.fail(error)
+        raise error
+
+
+def _refuse_lengths(
+    comm: Communicator, what: str, sent: int | Fraction, expected: int | Fraction
+) -> NoReturn:
+    """Break the group, since this rank states two lengths for its own piece."""
+    text = f"rank {comm.rank} sends {sent} to rank {comm.rank}, which expects {expected}"
+    failure = Failure("mismatch", comm.rank, f"{text}. The tensors of a call must fit each other")
+    comm.fail(failure)
+    raise failure.error(what, comm.rank)
+
+
+def _compared(
+    comm: Communicator, call: Callable[..., Any], expects: Sequence[int], length: int | None,
+    seconds: float | None,
+) -> Any:  # fmt: skip
+    """Make a call in which the ranks compare the lengths that senders and receivers state.
+
+    Args:
+        call: function of a timeout in seconds.
+        expects: length that this rank expects from each rank.
+        length: length that this rank sends to each rank; None if its pieces differ.
+    """
+    # C does not compare expectations, so it may only make a call whose expectations follow from
+    # what this rank sends. It makes no call with a timeout.
+    if seconds is None and any(expected != length for expected in expects):
+        seconds = comm.timeout
+    comm.expects = expects
+    try:
+        return call(timeout=seconds)
+    finally:
+        comm.expects = None
 
 
 # -- reductions ----------------------------------------------------------------------------
@@ -217,10 +305,13 @@ def reduce_scatter(
     comm: Communicator, output: Tensor, inputs: Sequence[Tensor], op: Any, seconds: float | None
 ) -> None:
     """Reduce the ranks' lists of tensors and give each rank its entry of the result."""
-    joined, counts = _joined(inputs)
+    operator = operator_of(op, output.dtype)
+    counts = _lengths(comm, "reduce_scatter", inputs, output)
+    if counts[comm.rank] != output.numel():
+        _refuse_lengths(comm, "reduce_scatter", counts[comm.rank], output.numel())
     target = _Target(output)
     comm.reduce_scatter(
-        joined, op=operator_of(op, output.dtype), counts=counts, out=target.flat, timeout=seconds
+        _joined(inputs), op=operator, counts=counts, out=target.flat, timeout=seconds
     )
     _divided(comm, target.flat, op)
     target.finish()
@@ -230,10 +321,14 @@ def reduce_scatter_single(
     comm: Communicator, output: Tensor, tensor: Tensor, op: Any, seconds: float | None
 ) -> None:
     """Reduce tensors that consist of a part for each rank, and give each rank its part."""
+    operator = operator_of(op, output.dtype)
+    _check_alike(comm, "reduce_scatter", output, tensor)
+    if tensor.numel() != output.numel() * comm.size:
+        _refuse_lengths(comm, "reduce_scatter", Fraction(tensor.numel(), comm.size), output.numel())
     target = _Target(output)
     comm.reduce_scatter(
-        _flat(tensor), op=operator_of(op, output.dtype), counts=[output.numel()] * comm.size,
-        out=target.flat, timeout=seconds,
+        _flat(tensor), op=operator, counts=[output.numel()] * comm.size, out=target.flat,
+        timeout=seconds,
     )  # fmt: skip
     _divided(comm, target.flat, op)
     target.finish()
@@ -256,8 +351,9 @@ def all_gather(
     comm: Communicator, outputs: Sequence[Tensor], tensor: Tensor, seconds: float | None
 ) -> None:
     """Give every rank the ranks' tensors, as a list."""
-    flat = _flat(tensor)
-    counts = [o.numel() * o.element_size() // flat.element_size() for o in outputs]
+    flat, counts = _flat(tensor), _lengths(comm, "all_gather", outputs, tensor)
+    if counts[comm.rank] != flat.numel():
+        _refuse_lengths(comm, "all_gather", flat.numel(), counts[comm.rank])
     _unpack(comm.all_gather(flat, counts=counts, timeout=seconds), outputs)
 
 
@@ -265,6 +361,9 @@ def all_gather_single(
     comm: Communicator, output: Tensor, tensor: Tensor, seconds: float | None
 ) -> None:
     """Give every rank the ranks' tensors, one after another in a single tensor."""
+    _check_alike(comm, "all_gather", output, tensor)
+    if output.numel() != tensor.numel() * comm.size:
+        _refuse_lengths(comm, "all_gather", tensor.numel(), Fraction(output.numel(), comm.size))
     target, flat = _Target(output), _flat(tensor)
     comm.all_gather(flat, counts=[flat.numel()] * comm.size, out=target.flat, timeout=seconds)
     target.finish()
@@ -278,7 +377,11 @@ def gather(
     seconds: float | None,
 ) -> None:
     """Give ``root`` the ranks' tensors, as a list."""
-    joined = comm.gather(_flat(tensor), root=root, timeout=seconds)
+    expects = _lengths(comm, "gather", outputs, tensor) if comm.rank == root else []
+    flat = _flat(tensor)
+    if comm.rank == root and expects[root] != flat.numel():
+        _refuse_lengths(comm, "gather", flat.numel(), expects[root])
+    joined = _compared(comm, partial(comm.gather, flat, root=root), expects, flat.numel(), seconds)
     if joined is not None:
         _unpack(joined, outputs)
 
@@ -292,8 +395,14 @@ def scatter(
 ) -> None:
     """Give each rank its entry of the list of ``root``."""
     target = _Target(output)
-    joined, counts = _joined(inputs) if comm.rank == root else (None, None)
-    comm.scatter(joined, root=root, counts=counts, out=target.flat, timeout=seconds)
+    joined, counts = None, None
+    if comm.rank == root:
+        counts = _lengths(comm, "scatter", inputs, output)
+        if counts[root] != target.flat.numel():
+            _refuse_lengths(comm, "scatter", counts[root], target.flat.numel())
+        joined = _joined(inputs)
+    call = partial(comm.scatter, joined, root=root, counts=counts, out=target.flat)
+    _compared(comm, call, [], None, seconds)
     target.finish()
 
 
@@ -301,8 +410,9 @@ def all_to_all(
     comm: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Tensor], seconds: float | None
 ) -> None:
     """Give each rank its entry of every rank's list."""
-    joined, counts = _joined(inputs)
-    _unpack(comm.all_to_all(joined, counts=counts, timeout=seconds), outputs)
+    counts = _lengths(comm, "all_to_all", inputs)
+    expects = _lengths(comm, "all_to_all", outputs, inputs[0])
+    _unpack(_exchange(comm, _joined(inputs), counts, expects, None, seconds), outputs)
 
 
 def all_to_all_single(
@@ -323,13 +433,24 @@ def all_to_all_single(
         InvalidArgumentError: the lengths do not add up to the dimension, or the dimension cannot be
             cut into equal pieces.
     """
-    _widths(comm, "output", output, receives)
-    widths = _widths(comm, "input", tensor, sends)
-    target, flat = _Target(output), _flat(tensor)
-    scale = flat.numel() // max(1, tensor.numel())
-    counts = [width * scale for width in widths]
-    comm.all_to_all(flat, counts=counts, out=target.flat, timeout=seconds)
+    _check_alike(comm, "all_to_all", output, tensor)
+    expects = _widths(comm, "output", output, receives)
+    counts = _widths(comm, "input", tensor, sends)
+    target = _Target(output)
+    _exchange(comm, _flat(tensor), counts, expects, target.flat, seconds)
     target.finish()
+
+
+def _exchange(
+    comm: Communicator, flat: Tensor, counts: Sequence[int], expects: Sequence[int],
+    out: Tensor | None, seconds: float | None,
+) -> Any:  # fmt: skip
+    if counts[comm.rank] != expects[comm.rank]:
+        _refuse_lengths(comm, "all_to_all", counts[comm.rank], expects[comm.rank])
+    # C makes calls with equal pieces, which have no counts.
+    equal = len(set(counts)) == 1
+    call = partial(comm.all_to_all, flat, counts=None if equal else counts, out=out)
+    return _compared(comm, call, expects, counts[0] if equal else None, seconds)
 
 
 def _widths(comm: Communicator, name: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:
@@ -349,7 +470,8 @@ def _widths(comm: Communicator, name: str, tensor: Tensor, splits: Sequence[int]
             f"numbers that add up to {length}, the first dimension of {name}) "
             f"[rank {comm.rank} of {comm.size}]."
         )
-    return [rows * math.prod(tensor.shape[1:]) for rows in splits]
+    width = math.prod(tensor.shape[1:]) * (1 if tensor.dtype in _KNOWN else tensor.element_size())
+    return [rows * width for rows in splits]
 
 
 def monitored_barrier(comm: Communicator, everyone: bool, seconds: float | None) -> None:

@@ -1165,6 +1165,23 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         self._path.open_doors()  # C has copied the timeout of unlocked calls
 
     @property
+    def expects(self) -> Sequence[int] | None:
+        """Lengths that this rank expects from each rank in ``gather``, ``all_to_all``, ``scatter``.
+
+        For adapters of interfaces in which receivers state lengths, too, as in torch.distributed.
+        An adapter sets it on all ranks during a call on flat arrays: to a list, or to an empty one
+        on a rank that receives nothing, and in ``scatter``, where ``out`` states the length. If a
+        sender passes another length, the call raises ``MismatchError``, and nothing is written.
+        If the lengths are not all those that this rank itself sends, pass a ``timeout``: calls
+        that C makes do not state them. None, the default: receivers accept any length.
+        """
+        return self._path.expects
+
+    @expects.setter
+    def expects(self, lengths: Sequence[int] | None) -> None:
+        self._path.expects = lengths
+
+    @property
     def check(self) -> str:
         """Facts that the ranks compare: "auto", "always", "never", "results" or "results:N".
 

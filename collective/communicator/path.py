@@ -125,6 +125,9 @@ class Path(_Gate):
             root's array is on a GPU.
         plans: plans of earlier calls, by keys that the calls choose.
         gpu: this rank's GPU, known once a call has had an array on it.
+        expects: if not None, the caller states the lengths that it expects in the running call: one
+            from each rank, or none if this rank receives nothing. Then the ranks compare what each
+            sender passes with what its receiver expects.
         lane, lanes: thread queue that runs collective calls in the background; and one for the
             messages of each direction, peer and tag.
         drain: function that waits until the calls have ended that another library makes in the
@@ -183,6 +186,7 @@ class Path(_Gate):
         backend.observe(self.recorder)
         self.closed = False
         self._capture: _Capture | None = None
+        self.expects: Sequence[int] | None = None
         self.drain: Callable[[], None] | None = None
         self.opened = 0
         self.door_of_library = None
@@ -583,7 +587,9 @@ class Path(_Gate):
             planned = self.remember(key, self.planned(known.preceding(operation, elements)))
         return planned
 
-    def break_mismatch(self, what: str, root: int, theirs: str, mine: str) -> NoReturn:
+    def break_mismatch(
+        self, what: str, root: int, theirs: dict[str, Any], mine: dict[str, Any]
+    ) -> NoReturn:
         """Break the communicator, and raise ``MismatchError``, as this call is not the root's.
 
         The call cannot be repeated: the root receives no answer, so it is already sending the
@@ -592,12 +598,12 @@ class Path(_Gate):
         Args:
             what: the operation.
             root: rank of the root.
-            theirs, mine: the calls of the root and of this rank.
+            theirs, mine: headers of the calls of the root and of this rank.
         """
         failure = Failure("mismatch", self.rank, (
-            f"the ranks made different calls:\n  rank {root}: {theirs}\n  rank {self.rank}: {mine} "
-            f"at {call_site()}\nEvery rank must make the same collective calls in the same order; "
-            "COLLECTIVE_CHECK=always compares each call before it is sent"
+            f"the ranks made different calls:\n{differing({root: theirs, self.rank: mine})}\nEvery "
+            "rank must make the same collective calls in the same order; COLLECTIVE_CHECK=always "
+            "compares each call before it is sent"
         ))  # fmt: skip
         self.backend.abort(failure)
         raise failure.error(what, self.rank)

@@ -135,7 +135,9 @@ class _Broadcasting(Call):
             is_object = bool(head.words[3] < 0) or None
             theirs = Request("broadcast", *_described(head), root=root, object=is_object)
             mine = request or Request("broadcast", root=root, object=described < 0 or None)
-            path.break_mismatch("broadcast", root, str(theirs), str(mine))
+            path.break_mismatch(
+                "broadcast", root, json.loads(theirs.header("")), json.loads(mine.header())
+            )
         if path.results is not None and head.inline(int(head.words[2])) is not None:
             path.results.count()  # the call is complete: no operation follows this one
         return head

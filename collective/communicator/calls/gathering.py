@@ -48,6 +48,7 @@ class _Collection(Pieces):
         self.axis = axis
         self.out = out
         self.hosted = hosted
+        self.expects = path.expects
         self._counts = None if counts is None else check_counts(self.operation, counts, path.size)
 
     def plan_for_c(self) -> Planned | None:
@@ -61,7 +62,10 @@ class _Collection(Pieces):
 
     def _key(self, dtype: Any, shape: tuple[int, ...], on_host: bool) -> Any:
         counts = None if self._counts is None else tuple(self._counts)
-        return self.operation, dtype, shape, self.root, self.axis, counts, on_host, self.hosted
+        return (
+            self.operation, dtype, shape, self.root, self.axis, counts, on_host, self.hosted,
+            tuple(self.expects or ()),
+        )  # fmt: skip
 
     def _plan_of(self, seen: View) -> Planned:
         """Return the plan for one array."""
@@ -69,7 +73,7 @@ class _Collection(Pieces):
         planned = self.path.plans.get(key)
         if planned is None:
             self.leaves, self.nesting = [Leaf(self.operation, seen, self.axis)], 0
-            self._check_lengths()
+            self._prepare_lengths()
             planned = self.path.remember(key, self.plan_pieces(self.axis, self._counts))
         return planned
 
@@ -82,14 +86,14 @@ class _Collection(Pieces):
             seen = views(path, what, x, self.hosted)
             self.leaves = [Leaf(what, leaf, self.axis) for leaf in seen]
             self._refuse_numbers()
-            self._check_lengths()
+            self._prepare_lengths()
             self.planned = self.plan_pieces(self.axis, self._counts)
         else:
             array = view(path, what, x, self.hosted)
             self.planned = self._plan_of(array)
             self.leaves, self.nesting = [Leaf(what, array, self.axis)], 0
+            self._prepare_lengths()
         self.compares = self._counts is None or path.agree_first
-        self.expected = [self._counts or [leaf.rows.length] * path.size for leaf in self.leaves]
         self.run_by(nearest(self.leaves))
         return self
 
@@ -102,11 +106,13 @@ class _Collection(Pieces):
                 f"a list of the ranks' structures, use {what}_object."
             )
 
-    def _check_lengths(self) -> None:
-        """Check that the counts are the lengths of this rank's arrays."""
+    def _prepare_lengths(self) -> None:
+        """Set the expected lengths; check that the counts are the lengths of this rank's arrays."""
+        path = self.path
+        self.expected = [self._counts or [leaf.rows.length] * path.size for leaf in self.leaves]
         if self._counts is None:
             return
-        path, expected = self.path, self._counts[self.path.rank]
+        expected = self._counts[path.rank]
         for leaf in self.leaves:
             if leaf.rows.length != expected:
                 raise ShapeError(
@@ -135,6 +141,9 @@ class _Collection(Pieces):
         if self._counts is not None:
             self.path.raise_mismatch(headers)
         rows = self.rows_of(headers)
+        if self.nesting == 0:
+            sent = [[length] * self.path.size for length in rows[0]]
+            self.compare_lengths(headers, sent, [] if self.root is None else [self.root])
         # The headers have shown that dtype and shape agree, so the request has none. The rows are
         # part of its digest. The plan is not remembered: the next call may have other lengths.
         request = Request(
@@ -194,6 +203,7 @@ class AllToAll(Pieces):
         self.x = x
         self.axis = axis
         self.out = out
+        self.expects = path.expects
         self._counts = counts
 
     @classmethod
@@ -215,9 +225,9 @@ class AllToAll(Pieces):
         self._sent = [
             split_sizes(what, leaf.rows.length, path.size, self._counts) for leaf in self.leaves
         ]
-        self.planned = self.plan_pieces(self.axis, None, self._sent)
         # Assume that every rank sends as many rows as this rank, until the headers show otherwise.
         self.expected = [[rows[path.rank]] * path.size for rows in self._sent]
+        self.planned = self.plan_pieces(self.axis, None, self._sent)
         self.run_by(nearest(self.leaves))
         return self
 
@@ -250,6 +260,8 @@ class AllToAll(Pieces):
         self.rows_of(headers)
         path, request = self.path, self.planned.request
         table = [header["options"]["sizes"] for header in headers]
+        if self.nesting == 0:
+            self.compare_lengths(headers, [sizes[0] for sizes in table], range(path.size))
         rows = [
             [table[rank][k][path.rank] for rank in range(path.size)]
             for k in range(len(self.leaves))

@@ -57,6 +57,7 @@ class Pieces(Call):
         expected: number of rows of each leaf from each rank: the caller's lengths, or as if all
             ranks had as many rows as this rank.
         planned: plan for the expected numbers of rows.
+        expects: length that the caller expects from each rank, as in :attr:`Path.expects`.
         compares: whether the ranks compare their calls before they send data; only of importance
             if the transport does not compare calls by itself.
     """
@@ -71,6 +72,7 @@ class Pieces(Call):
     nesting: Any
     expected: Sequence[Sequence[int]]
     planned: Planned
+    expects: Sequence[int] | None = None
     compares: bool = True
 
     # -- methods of each operation --------------------------------------------------------
@@ -219,9 +221,13 @@ class Pieces(Call):
         shapes = tuple((leaf.dtype, leaf.rows.shape_with(-1 if fixed else leaf.rows.length))
                        for leaf in leaves)  # fmt: skip
         device = where(path, leaves[0].array) if leaves else None
+        # Equal calls must have equal digests, so only unusual expectations are part of the request.
+        expects = list(self.expects) if self.expects else None
+        if expects is not None and expects == self.expected[0]:
+            expects = None
         key = (
             what, shapes, str(nesting), self.root, axis, str(counts), str(sent), device,
-            self.hosted,
+            self.hosted, str(expects),
         )  # fmt: skip
         planned = path.plans.get(key)
         if planned is not None:
@@ -238,6 +244,7 @@ class Pieces(Call):
             "axis": axis or None, "sizes": sent, "elements": elements, "incoming": incoming,
             "counts": None if counts is None else list(map(int, counts)), "device": device,
             "alike": sent is not None, "object": self.hosted == "object" or None,
+            "expects": expects,
         }  # fmt: skip
         if nesting == 0:
             (dtype, shape), *_ = shapes
@@ -272,6 +279,7 @@ class Pieces(Call):
         for header in headers:
             options = dict(header["options"])
             options.pop("sizes", None)
+            options.pop("expects", None)
             leaves = options.pop("leaves", None) or [[header["dtype"], *(header["shape"] or ())]]
             axis = options.get("axis") or 0
             rest = []
@@ -286,6 +294,28 @@ class Pieces(Call):
             if fixed != reference or len(leaves) != count:
                 self.path.raise_mismatch(headers)
         return rows
+
+    def compare_lengths(
+        self, headers: Sequence[Header], sent: Sequence[Sequence[int]], receivers: Sequence[int]
+    ) -> None:
+        """Compare what the receivers expect with what the senders pass, if the callers state it.
+
+        Args:
+            sent: for each sender, the length that each rank gets.
+            receivers: ranks that get a result.
+
+        Raises:
+            MismatchError: some receiver expects another length than its sender passes.
+        """
+        if self.expects is None:
+            return
+        fit = True
+        for receiver in receivers:
+            alike = [sent[receiver][receiver]] * self.path.size
+            expects = headers[receiver]["options"].setdefault("expects", alike)
+            fit = fit and expects == [lengths[receiver] for lengths in sent]
+        if not fit:
+            self.path.raise_mismatch(headers)
 
 
 def _exchange_heads(

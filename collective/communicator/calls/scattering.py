@@ -12,7 +12,7 @@ from collective.deadline import Deadline
 from collective.errors import InvalidArgumentError
 from collective.memory import dtypes, nested
 from collective.memory.buffer import Buffer
-from collective.request import Disagreement, Request, describe
+from collective.request import Disagreement, Request
 
 from ..heads import Head
 from ..path import Path
@@ -27,7 +27,7 @@ from .views import Array, adapter_for, device_view, room_on_gpu, view, views, wh
 __all__ = ["Scatter"]
 
 # Header of a scatter without what only the root knows.
-_UNKNOWN = {"operation": "scatter", "dtype": None, "shape": None}
+_UNKNOWN = {"operation": "scatter", "dtype": None, "shape": None, "site": ""}
 
 
 class Scatter(Call):
@@ -49,6 +49,7 @@ class Scatter(Call):
         self.root = path.check_rank("scatter", "root", root)
         self.x = x
         self.out = out
+        self._states = path.expects is not None
         self._counts = counts
         self._axis = axis
         self._like = like
@@ -244,25 +245,61 @@ class Scatter(Call):
             buffer = Buffer(received, UINT8)
             path.carry(path.planned(about), buffer, buffer, deadline)
         options = dict(json.loads(received.tobytes()))
-        if options.get("object") != self._object:
-            theirs = describe({**_UNKNOWN, "options": options})
-            path.break_mismatch("scatter", self.root, theirs, str(request))
+        self._compare_head(options)
         return options
+
+    def _compare_head(self, options: dict[str, Any]) -> None:
+        """Break the communicator if the root sends an object, or another piece than ``out`` states.
+
+        The root gets no answer to its head, so it is already sending the pieces.
+
+        Args:
+            options: options of the root's call.
+
+        Raises:
+            MismatchError: the calls differ in that.
+        """
+        path = self.path
+        if path.rank == self.root:
+            return
+        mine = json.loads(self._request.header())
+        agreed = options.get("object") == self._object
+        if not agreed or (self._states and not self._fits(options, mine, path.rank)):
+            theirs = {**_UNKNOWN, "options": options}
+            path.break_mismatch("scatter", self.root, theirs, mine)
+
+    @staticmethod
+    def _fits(options: dict[str, Any], header: Header, rank: int) -> bool:
+        """Return whether the ``out`` in a rank's header is like the piece that the root sends."""
+        guess = header["options"]
+        if "leaves" not in guess:
+            return True  # an array on a GPU, whose length is checked afterwards
+        return bool(
+            guess["leaves"][0][0] == options["leaves"][0][0]
+            and guess["sizes"][0][rank] == options["sizes"][0][rank]
+        )
 
     def _options_in(self, headers: Sequence[Header]) -> dict[str, Any]:
         """Return the options of the root's call, which the other ranks may know only in part.
 
         Raises:
-            MismatchError: a rank makes another call, or names another root.
+            MismatchError: a rank makes another call, names another root, or states another piece.
         """
         for header in headers:
             options, wanted = header["options"], (self.root, self._object)
             agreed = (options.get("root"), options.get("object")) == wanted
             if header["operation"] != "scatter" or not agreed:
                 self.path.raise_mismatch(headers)
-        if "leaves" not in headers[self.root]["options"]:
+        options = dict(headers[self.root]["options"])
+        if "leaves" not in options:
             self.path.raise_mismatch(headers)
-        return dict(headers[self.root]["options"])
+        if self._states and not all(
+            self._fits(options, header, rank)
+            for rank, header in enumerate(headers)
+            if rank != self.root
+        ):
+            self.path.raise_mismatch(headers)
+        return options
 
 
 class _Scattered:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
+from collective.errors import MismatchError  # noqa: E402
 from collective.testing import RankPool  # noqa: E402
 from tests.support.mpi_launches import (  # noqa: E402
     ROOT,
@@ -119,6 +120,120 @@ def test_group_messages_on_four_ranks_arrive(comm: Any) -> None:
         pair.allreduce([x]).wait()
         assert x.tolist() == [4] * 3
         pair.shutdown()
+    group.shutdown()
+
+
+def filled(*lengths: int) -> list[Any]:
+    """Return a tensor of each length, filled with -1."""
+    return [torch.full((length,), -1.0) for length in lengths]
+
+
+# Lengths for four ranks, of one total.
+EQUAL, UNEVEN = [3, 3, 3, 3], [3, 2, 4, 3]
+
+
+def gather_of_uneven(group: Any, rank: int, unit: int) -> list[Any]:
+    outs = filled(*(unit * n for n in EQUAL)) if rank == 0 else []
+    group.gather([outs], filled(unit * UNEVEN[rank]), 0).wait()
+    return outs
+
+
+def gather_into_uneven(group: Any, rank: int, unit: int) -> list[Any]:
+    outs = filled(*(unit * n for n in UNEVEN)) if rank == 0 else []
+    group.gather([outs], filled(unit * 3), 0).wait()
+    return outs
+
+
+def all_to_all_of_uneven(group: Any, rank: int, unit: int) -> list[Any]:
+    outs = filled(*(unit * n for n in EQUAL))
+    sent = [2, 3, 4, 3] if rank == 1 else EQUAL
+    group.alltoall(outs, filled(*(unit * n for n in sent))).wait()
+    return outs
+
+
+def all_to_all_into_uneven(group: Any, rank: int, unit: int) -> list[Any]:
+    received = [2, 3, 4, 3] if rank == 1 else EQUAL
+    (out,) = filled(12 * unit)
+    group.all_to_all_single(out, torch.ones(12 * unit), [unit * n for n in received], []).wait()
+    return [out]
+
+
+def all_to_all_of_other_totals(group: Any, rank: int, unit: int) -> list[Any]:
+    n = 4 * unit * (2 if rank == 1 else 3)
+    (out,) = filled(n)
+    group.all_to_all_single(out, torch.ones(n)).wait()
+    return [out]
+
+
+COMPARED = {
+    gather_of_uneven: (1, 2, 0, 3),
+    gather_into_uneven: (1, 3, 0, 2),
+    all_to_all_of_uneven: (1, 2, 0, 3),
+    all_to_all_into_uneven: (0, 3, 1, 2),
+    all_to_all_of_other_totals: (0, 3, 1, 2),
+}
+
+
+@pytest.mark.parametrize("call", COMPARED)
+@on_ranks("four")
+def test_lengths_that_do_not_fit_raise_on_every_rank(comm: Any, call: Callable[..., Any]) -> None:
+    group, (sender, sent, receiver, expected) = made(comm), COMPARED[call]
+    for unit in (1, 30_000):
+        pair = f"rank {sender} sends {unit * sent} to rank {receiver}, which expects"
+        with pytest.raises(MismatchError, match=f"{pair} {unit * expected}"):
+            call(group, comm.rank, unit)
+    group.barrier().wait()
+    group.shutdown()
+
+
+@on_ranks("four")
+def test_gather_of_uneven_tensors_fills_a_list_that_fits(comm: Any) -> None:
+    group, rank = made(comm), comm.rank
+    for unit in (1, 30_000):
+        outs = filled(*(unit * n for n in UNEVEN)) if rank == 0 else []
+        group.gather([outs], [torch.full((unit * UNEVEN[rank],), float(rank))], 0).wait()
+        assert [out.unique().tolist() for out in outs] == ([[0], [1], [2], [3]] * (rank == 0))
+    group.shutdown()
+
+
+def scatter_to_another_length(group: Any, rank: int) -> None:
+    group.scatter(filled(4 if rank == 2 else 3), [filled(*EQUAL)] if rank == 0 else [], 0).wait()
+    group.barrier().wait()  # without an answer from rank 2, rank 0 learns of it in its next call
+
+
+def all_gather_of_another_length(group: Any, rank: int) -> None:
+    group.allgather([filled(*EQUAL)], filled(4 if rank == 2 else 3)).wait()
+
+
+def all_gather_single_to_another_length(group: Any, rank: int) -> None:
+    group.all_gather_single(*filled(16 if rank == 2 else 12), *filled(3)).wait()
+
+
+def reduce_scatter_to_another_length(group: Any, rank: int) -> None:
+    group.reduce_scatter(filled(4 if rank == 2 else 3), [filled(*EQUAL)]).wait()
+
+
+def reduce_scatter_single_of_another_length(group: Any, rank: int) -> None:
+    group.reduce_scatter_single(*filled(3), *filled(16 if rank == 2 else 12)).wait()
+
+
+@pytest.mark.parametrize(
+    ("call", "pair"),
+    [
+        (scatter_to_another_length, "rank 0 sends 3 to rank 2, which expects 4"),
+        (all_gather_of_another_length, "rank 2 sends 4 to rank 2, which expects 3"),
+        (all_gather_single_to_another_length, "rank 2 sends 3 to rank 2, which expects 4"),
+        (reduce_scatter_to_another_length, "rank 2 sends 3 to rank 2, which expects 4"),
+        (reduce_scatter_single_of_another_length, "rank 2 sends 4 to rank 2, which expects 3"),
+    ],
+)
+@on_ranks("four")
+def test_length_of_one_rank_that_does_not_fit_raises_on_every_rank(
+    comm: Any, call: Callable[..., Any], pair: str
+) -> None:
+    group = made(comm)
+    with pytest.raises(MismatchError, match=pair):
+        call(group, comm.rank)
     group.shutdown()
 
 
