@@ -56,6 +56,8 @@ __all__ = [
 
 Tensor = torch.Tensor
 _KNOWN = {getattr(torch, name) for name in BY_NAME if hasattr(torch, name)}
+# A view of these as bytes would have a byte for each element, which is longer than their memory.
+_PACKED = {torch.quint4x2, torch.quint2x4}
 _OPS = {
     "SUM": "sum",
     "AVG": "avg",
@@ -130,7 +132,18 @@ def _divided(comm: Communicator, tensor: Tensor, op: Any) -> None:
 def _flat(tensor: Tensor) -> Tensor:
     """Return the elements in order, as a type that can be sent; a view wherever possible."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    return flat if flat.dtype in _KNOWN else flat.view(torch.uint8)
+    if flat.dtype in _KNOWN:
+        return flat
+    if flat.dtype in _PACKED:
+        raise DtypeError(
+            f"torch: tensors of {flat.dtype} cannot be sent: a byte holds several elements. Send "
+            "x.int_repr()."
+        )
+    # A view of a quantized tensor would count as quantized, which crashes torch.cat().
+    room = torch.empty(0, dtype=torch.uint8, device=flat.device)
+    width = flat.element_size()
+    start, length = flat.storage_offset() * width, flat.numel() * width
+    return room.set_(flat.untyped_storage(), start, (length,))
 
 
 class _Target:
@@ -153,9 +166,10 @@ def _unpack(joined: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy consecutive pieces of ``joined`` to the tensors."""
     at = 0
     for tensor in tensors:
-        count = tensor.numel() * tensor.element_size() // joined.element_size()
-        piece = joined[at : at + count]
-        tensor.detach().copy_(piece.view(tensor.dtype).view(tensor.shape))
+        target = _Target(tensor)
+        count = target.flat.numel()
+        target.flat.copy_(joined[at : at + count])
+        target.finish()
         at += count
 
 

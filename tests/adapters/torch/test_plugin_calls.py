@@ -22,6 +22,7 @@ from collective.errors import (  # noqa: E402
     InvalidArgumentError,
     MismatchError,
 )
+from collective.memory.dtypes import BY_NAME  # noqa: E402
 from tests.support.torch_groups import in_groups  # noqa: E402
 
 WORLDS = [("shm", 3), ("gloo", 2)]
@@ -344,3 +345,68 @@ def test_tensor_can_be_resized_after_every_call(rank: int, size: int) -> None:
                 x.untyped_storage().resize_(4 * x.element_size())
                 x.resize_(100).fill_(1.0)
                 assert x.sum() == 100, (name, kind)
+
+
+# Types whose elements this library does not know, as torch names them.
+UNKNOWN = sorted(
+    {
+        value
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype) and str(value).removeprefix("torch.") not in BY_NAME
+    },
+    key=str,
+)
+
+
+def of_bytes(dtype: Any, values: list[int]) -> Any:
+    """Return a tensor of a dtype with an element for each value."""
+    if dtype in (torch.qint8, torch.quint8, torch.qint32):
+        return torch.quantize_per_tensor(torch.tensor(values) / 2, 0.5, 0, dtype)
+    if dtype in (torch.quint4x2, torch.quint2x4):
+        room = torch.ones(len(values)), torch.zeros(len(values))
+        return torch.quantize_per_channel(torch.tensor(values) / 2, *room, 0, dtype)
+    whole = torch.tensor([[value] * dtype.itemsize for value in values], dtype=torch.uint8)
+    return whole.flatten().view(dtype)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz")
+@in_groups(("shm", 2))
+def test_reductions_refuse_dtypes_that_the_library_does_not_know(rank: int, size: int) -> None:
+    comm, together = dist.group.WORLD.comm, dist.group.WORLD.reduce_scatter_single_coalesced
+    for dtype in UNKNOWN:
+        if dtype.is_complex:  # torch passes the real numbers
+            continue
+        x, long = of_bytes(dtype, [2, 4]), of_bytes(dtype, [2, 4, 2, 4])
+        for call, *args in (
+            (dist.all_reduce, x),
+            (dist.all_reduce_coalesced, [x]),
+            (dist.reduce, x, 0),
+            (dist.reduce_scatter, x, [x, x]),
+            (dist.reduce_scatter_tensor, x, long),
+            (together, [x], [long]),
+            (comm.all_reduce, x),
+            (comm.scan, x),
+        ):
+            with pytest.raises(DtypeError, match=rf"{dtype} cannot be"):
+                call(*args).wait()
+    dist.barrier()
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz")
+@in_groups(("shm", 2))
+def test_moves_keep_the_bytes_of_dtypes_that_the_library_does_not_know(
+    rank: int, size: int
+) -> None:
+    for dtype in UNKNOWN:
+        x, other, expected = (of_bytes(dtype, [2, 4 * r]) for r in (rank, 1 - rank, 1))
+        if dtype in (torch.quint4x2, torch.quint2x4):
+            # torch's own view of their bytes is longer than their memory.
+            with pytest.raises(DtypeError, match=rf"{dtype} cannot be sent"):
+                dist.broadcast(x, 1)
+            continue
+        pieces = [of_bytes(dtype, [0, 0]) for _ in range(size)]
+        dist.all_gather(pieces, x)
+        dist.scatter(other, [pieces[1], pieces[1]] if rank == 0 else None, 0)
+        dist.broadcast(x, 1)
+        for tensor in (pieces[1], other, x):
+            assert bytes(tensor.untyped_storage()) == bytes(expected.untyped_storage())
