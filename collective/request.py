@@ -30,6 +30,7 @@ __all__ = [
     "is_library_file",
     "name_ranks",
     "pass_over",
+    "pass_over_frameworks",
 ]
 
 
@@ -345,6 +346,10 @@ in_thread = native.in_thread() or _InThread()
 LIBRARIES = [os.path.dirname(os.path.abspath(__file__)) + os.sep]
 
 
+# Frameworks through which programs call this library.
+_FRAMEWORKS = ("torch", "jax", "chainer", "chainermn", "ray")
+
+
 class _LibraryFiles(dict[str, bool]):
     def __missing__(self, name: str) -> bool:
         self[name] = answer = name.startswith(tuple(LIBRARIES))
@@ -362,6 +367,14 @@ def pass_over(package: ModuleType) -> None:
     if folder not in LIBRARIES:
         LIBRARIES.append(folder)
         is_library_file.clear()
+
+
+def pass_over_frameworks() -> None:
+    """Skip the frames of the frameworks that this process has imported until now."""
+    for name in _FRAMEWORKS:
+        package = sys.modules.get(name)
+        if getattr(package, "__file__", None) is not None:
+            pass_over(cast("ModuleType", package))
 
 
 def call_site(frame: FrameType | None = None) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from collective.contract.work import Lane, Work
 from collective.deadline import Deadline
+from collective.errors import UnsupportedError
 from collective.request import call_site, in_thread
 
 from .untraced import untraced
@@ -212,10 +213,16 @@ class Queue:
     Args:
         name: name of the queue's thread.
         timeout: seconds that :meth:`close` waits for running calls.
+        fail: function that breaks the group for all ranks, with an error.
         delivers: whether other ranks need the calls; see :class:`Lane`.
     """
 
-    def __init__(self, name: str, timeout: float, delivers: bool = True) -> None:
+    def __init__(
+        self, name: str, timeout: float, fail: Callable[[Exception], None], delivers: bool = True
+    ) -> None:
+        self._fail = fail
+        self._turn = threading.Lock()
+        self._running = ""
         self._lane = Lane(name)
         self._lane.delivers = delivers
         self._timeout = timeout
@@ -236,7 +243,7 @@ class Queue:
             outside = in_thread.site
             in_thread.site = call_site()
             try:
-                function()
+                self._run_alone(what, function)
             finally:
                 in_thread.site = outside
         else:
@@ -249,12 +256,31 @@ class Queue:
         def turn() -> Any:
             self._inside.thread = True
             in_thread.site = site
-            return function()
+            return self._run_alone(what, function)
 
         if getattr(self._inside, "thread", False):
             task.run(function)
             return task
         return self._lane.submit(what, turn, task)
+
+    def _run_alone(self, what: str, function: Callable[[], Any]) -> Any:
+        """Run a call, unless another thread is in a call that it has made synchronously."""
+        site = f"{what} in thread {threading.current_thread().name} at {in_thread.site}"
+        if not self._turn.acquire(blocking=False):
+            # Other ranks may make the two calls in the other order, and results would be mixed.
+            error = UnsupportedError(
+                f"{site}: the process group is in {self._running} (expected one thread for each "
+                "group, because all ranks must make their calls in one order). Give this thread a "
+                "group of its own, dist.new_group(); for checkpoints pass it to "
+                "async_save(..., process_group=group)."
+            )
+            self._fail(error)
+            raise error
+        try:
+            self._running = site
+            return function()
+        finally:
+            self._turn.release()
 
     def close(self) -> None:
         """Wait for running calls, and end the thread."""

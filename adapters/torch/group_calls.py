@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -140,10 +140,11 @@ def _flat(tensor: Tensor) -> Tensor:
             "x.int_repr()."
         )
     # A view of a quantized tensor would count as quantized, which crashes torch.cat().
-    room = torch.empty(0, dtype=torch.uint8, device=flat.device)
+    plain: Any = torch.empty(0, dtype=torch.uint8, device=flat.device)
     width = flat.element_size()
     start, length = flat.storage_offset() * width, flat.numel() * width
-    return room.set_(flat.untyped_storage(), start, (length,))
+    plain.set_(flat.untyped_storage(), start, (length,), (1,))
+    return cast("Tensor", plain)
 
 
 class _Target:

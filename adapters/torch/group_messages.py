@@ -91,7 +91,7 @@ class GroupMessages:
                         del self._queues[idle]
                 name = f"collective-torch-{direction}-{peer}-{tag}"
                 sends = direction == "send"
-                turns = self._queues[key] = Queue(name, self._comm.timeout, sends)
+                turns = self._queues[key] = Queue(name, self._comm.timeout, self._comm.fail, sends)
             work = turns.start(f"{direction}(tag={tag})", run, [tensor])
         return GroupWork([tensor], work, **source)
 

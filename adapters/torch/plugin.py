@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import os
 import socket
 from datetime import timedelta
@@ -28,10 +29,12 @@ from collective.contract.secret import Secret
 from collective.contract.store import Store
 from collective.contract.world import World
 from collective.deadline import Deadline
-from collective.start import certificates, choice, session
+from collective.start import certificates, choice, resolver, session
 from collective.start.config import Config, load, secret_of, settings
 from collective.start.connecting import connect
+from collective.start.launchers import detect
 from collective.start.meeting import meet
+from collective.start.network import own_address
 from collective.start.rendezvous import from_environment
 from collective.start.resolver import address, name_libraries, options, warn_of_open
 from collective.start.sealed_store import seal
@@ -40,7 +43,10 @@ from collective.start.torch_store import TorchStore
 if TYPE_CHECKING:
     from .process_group import ProcessGroup
 
-__all__ = ["TorchStore", "create"]
+__all__ = ["TorchStore", "create", "launched_rank", "rendezvous"]
+
+# Numbers of this process's meetings. A program that destroys its groups may meet again.
+_meetings = itertools.count()
 
 
 def create(given: Any, more: Any = None) -> ProcessGroup:
@@ -80,6 +86,40 @@ def _connected(given: Any) -> Communicator:
         seal(TorchStore(given.store), secret), secret, given.group_rank, given.group_size,
         given.timeout, list(given.global_ranks_in_group),
     )  # fmt: skip
+
+
+def launched_rank() -> tuple[int, int] | None:
+    """Return rank and size as the launcher of this process says; None if it was not launched."""
+    launched = detect(os.environ)
+    return None if launched is None else (launched.rank, launched.size)
+
+
+@functools.cache
+def _launched_world() -> World:
+    # Kept until the process ends: the directory of a store goes with the last rank that uses it.
+    return resolver.build(load({}))
+
+
+def rendezvous(timeout: timedelta, **_: Any) -> tuple[Any, int, int]:
+    """Return a store of torch that all launched ranks have, and the rank and size of this process.
+
+    Rank 0 serves the store. It publishes the address where :func:`collective.init` would meet.
+    """
+    world = _launched_world()
+    deadline = Deadline(timeout.total_seconds())
+    key = f"torch's store {next(_meetings)}"
+    serve = functools.partial(
+        importlib.import_module("torch.distributed").TCPStore,
+        world_size=world.size, timeout=timeout, wait_for_workers=False,
+    )  # fmt: skip
+    if world.rank == 0:
+        host = "localhost" if world.local_size == world.size else own_address()
+        store = serve(host, 0, is_master=True)
+        world.store.set(key, f"{host} {store.port}".encode())
+    else:
+        host, port = world.store.get(key, deadline).decode().split()
+        store = serve(host, int(port), is_master=False)
+    return store, world.rank, world.size
 
 
 def _communicator(

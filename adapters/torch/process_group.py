@@ -68,7 +68,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self.comm = comm
         self._names = {"name": "", "description": "undefined"}
         self._store = store
-        self._queue = Queue(f"collective-torch-{comm.rank}", comm.timeout)
+        self._queue = Queue(f"collective-torch-{comm.rank}", comm.timeout, comm.fail)
         self._messages = GroupMessages(comm)
         self._staging = Staging(comm)
         self._together: list[GroupWork] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
@@ -26,7 +27,7 @@ from collective.errors import (
 from collective.memory.arrays import adapter_of
 from collective.memory.buffer import Buffer, Spot
 from collective.memory.dtypes import BY_NUMPY
-from collective.request import Disagreement, Request, call_site, describe, differing
+from collective.request import Disagreement, Request, describe, differing
 
 from .foreign_names import explain_arguments
 from .listener import CallEvent, Listener
@@ -187,6 +188,7 @@ class Path(_Gate):
         self.closed = False
         self._capture: _Capture | None = None
         self.expects: Sequence[int] | None = None
+        self._turn = threading.Lock()
         self.drain: Callable[[], None] | None = None
         self.opened = 0
         self.door_of_library = None
@@ -263,6 +265,17 @@ class Path(_Gate):
             InvalidArgumentError: an array has another number of elements or another dtype than C
                 saw. Nothing was sent.
         """
+        if not self._turn.acquire(blocking=False):
+            self._refuse_thread(request)
+        try:
+            self._run_python_plan(request, plan, x, x_count, out, out_count, deadline)
+        finally:
+            self._turn.release()
+
+    def _run_python_plan(
+        self, request: Request, plan: Plan, x: Any, x_count: int, out: Any, out_count: int,
+        deadline: Deadline,
+    ) -> None:  # fmt: skip
         dst = None if out is None else _plain_buffer(out)
         src = dst if x is out else None if x is None else _plain_buffer(x)
         # Another thread may have replaced the memory of a tensor since C viewed it. The plan would
@@ -418,9 +431,15 @@ class Path(_Gate):
             MismatchError: the ranks' calls differ, and ``planned.fixed`` is true.
         """
         recorder = self.recorder
-        try:
-            if planned.fixed and self.agree_first:
+        if planned.fixed and self.agree_first:
+            try:
                 self.compare_calls(planned.request, deadline)
+            except BaseException as error:
+                self._note_failure_of(planned, error)
+                raise
+        if not self._turn.acquire(blocking=False):
+            self._refuse_thread(planned.request)
+        try:
             recorder.begin(planned.request, planned.compares)
             work = planned.plan(src, dst, deadline)
             if work is not None:
@@ -429,6 +448,23 @@ class Path(_Gate):
         except BaseException as error:
             self._note_failure_of(planned, error)
             raise
+        finally:
+            self._turn.release()
+
+    def _refuse_thread(self, request: Request) -> NoReturn:
+        """Break the communicator, since two threads call at once.
+
+        Other ranks may make the two calls in the other order, and then the results would be mixed.
+        """
+        running = self.recorder.running()
+        where = f"{running.request} at {running.site}" if running is not None else "another call"
+        error = InvalidArgumentError(
+            f"{request}: another thread of this rank is in {where} on this communicator "
+            f"{self.who}. All ranks must make their calls in one order. Make all calls in one "
+            "thread, or give each thread a communicator of its own: comm.dup()."
+        )
+        self.tell_failure(error)
+        raise error
 
     def _carry_watched(
         self, planned: Planned, src: Buffer | Spot | None, dst: Buffer | Spot | None,

@@ -19,7 +19,13 @@ from types import CodeType
 from typing import Any
 
 from collective import native
-from collective.request import LIBRARIES, Request, in_thread, is_library_file
+from collective.request import (
+    LIBRARIES,
+    Request,
+    in_thread,
+    is_library_file,
+    pass_over_frameworks,
+)
 
 __all__ = ["Entry", "Recorder", "dump_on_signal", "flight_recorder"]
 
@@ -138,6 +144,7 @@ class Recorder:
 
     def __init__(self, title: str = "") -> None:
         self.title = title
+        pass_over_frameworks()
         self.ring = ring = native.ring(LIBRARIES) or _Ring()
         self.begin = ring.begin
         self.end = ring.end

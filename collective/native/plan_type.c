@@ -575,7 +575,10 @@ static int run_summed(PyObject *object, const struct view *src, const struct vie
     struct plan *p = &self->plan;
     const struct view *one = src != NULL ? src : dst;
     if (!begin(over)) {
-        PyErr_SetString(PyExc_RuntimeError, "plan: a call is running; make one call at a time");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "plan: another thread of this rank is in a call of this communicator. All "
+                        "ranks must make their calls in one order. Make all calls in one thread, or "
+                        "give each thread a communicator of its own: comm.dup()");
         return -1;
     }
     p->item = one != NULL ? item_bytes[one->dtype] : 1;

@@ -77,6 +77,13 @@ def test_recorder_site_is_in_the_program_although_a_framework_makes_the_call(fra
     assert re.search(r"test_recorder\.py:\d+ in test_recorder_site_is_in_the_program", site)
 
 
+def test_recorder_passes_over_the_frameworks_that_are_imported(framework, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", framework)
+    recorder = Recorder()
+    framework.call(recorder.begin, Request("a"))
+    assert "test_recorder.py" in recorder.entries()[0].site
+
+
 def line():
     return sys._getframe(1).f_lineno
 

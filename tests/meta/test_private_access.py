@@ -47,7 +47,7 @@ THIRD_PARTY = {
     ("adapters/torch", "the count of a tensor's writes has no public name"): "_version",
     ("adapters/torch", "torch.distributed registers external backends and works by these"): (
         "_create_internal _create_work_from_future _distributed_c10d "
-        "_register_backend _set_default_backend"
+        "_register_backend _rendezvous_handlers _set_default_backend"
     ),
     ("collective/start", "functions of atexit run only after all threads have ended"): (
         "_register_atexit"

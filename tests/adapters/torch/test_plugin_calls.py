@@ -21,6 +21,8 @@ from collective.errors import (  # noqa: E402
     DtypeError,
     InvalidArgumentError,
     MismatchError,
+    PeerFailedError,
+    UnsupportedError,
 )
 from collective.memory.dtypes import BY_NAME  # noqa: E402
 from tests.support.torch_groups import in_groups  # noqa: E402
@@ -410,3 +412,29 @@ def test_moves_keep_the_bytes_of_dtypes_that_the_library_does_not_know(
         dist.broadcast(x, 1)
         for tensor in (pieces[1], other, x):
             assert bytes(tensor.untyped_storage()) == bytes(expected.untyped_storage())
+
+
+@in_groups(*WORLDS)
+def test_call_of_second_thread_advises_another_group_on_every_rank(rank: int, size: int) -> None:
+    group, others = dist.group.WORLD, dist.new_group()
+    store = group.get_group_store()
+
+    def wait_for_others() -> None:
+        with pytest.raises(PeerFailedError):
+            dist.barrier()
+
+    if rank == 0:
+        waiting, calls = threading.Thread(target=wait_for_others), group.comm.recorder.started
+        waiting.start()
+        while group.comm.recorder.started == calls:
+            time.sleep(0.001)
+        dist.barrier(others)
+        with pytest.raises(UnsupportedError, match=r"test_plugin_calls\.py.*dist\.new_group\(\)"):
+            dist.all_reduce(torch.ones(3))
+        store.set("refused", "yes")
+        waiting.join()
+    else:
+        dist.barrier(others)
+        store.wait(["refused"])
+        with pytest.raises(PeerFailedError, match=r"dist\.new_group\(\)"):
+            dist.barrier()

@@ -272,3 +272,25 @@ def test_process_group_runs_under_mpiexec(tmp_path: Any) -> None:
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     changes = {"COLLECTIVE_BACKEND": "mpi", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     assert "mpi 3\n" in mpirun("mpich", 3, script, python=warm_python_of("mpich"), **changes).stdout
+
+
+WITHOUT_VARIABLES = """
+import torch
+import torch.distributed as dist
+import collective.adapters.torch
+
+for _ in range(2):  # a program may meet again
+    dist.init_process_group("collective")
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    if dist.get_rank() == 1:
+        print(f"1 of {x[0]:g} over {dist.group.WORLD.comm.backend}")
+    dist.destroy_process_group()
+"""
+
+
+@needs("mpich")
+def test_init_process_group_under_mpiexec_needs_no_variables_of_torch() -> None:
+    python = warm_python_of("mpich")
+    output = mpirun("mpich", 2, WITHOUT_VARIABLES, python=python, COLLECTIVE_BACKEND="auto").stdout
+    assert output == "1 of 2 over shm\n" * 2

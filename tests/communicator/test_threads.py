@@ -1,0 +1,38 @@
+"""Calls of two threads of a rank on one communicator."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective.errors import PeerFailedError
+from tests.support.on_ranks import on_ranks, ranks_of
+
+ranks = ranks_of(("threads", 2), ("shm", 2), ("gloo", 2))
+
+
+@on_ranks("ranks")
+def test_call_of_second_thread_raises_on_every_rank(comm: Any) -> None:
+    shared = comm.dup()
+
+    def wait_for_other() -> None:
+        with pytest.raises(PeerFailedError):
+            shared.barrier()
+
+    if comm.rank == 0:
+        waiting = threading.Thread(target=wait_for_other)
+        waiting.start()
+        while shared.recorder.running() is None:
+            time.sleep(0.001)
+        with pytest.raises(RuntimeError, match=r"another thread of this rank .* comm\.dup\(\)"):
+            shared.all_reduce(np.ones(3))
+        comm.send(np.ones(1), 1)
+        waiting.join()
+    else:
+        comm.recv(np.ones(1), 0)
+        with pytest.raises(PeerFailedError, match="another thread of this rank"):
+            shared.barrier()
