@@ -252,6 +252,8 @@ class Queue:
     def start(self, what: str, function: Callable[[], Any], value: Any) -> Work[Any]:
         """Run a call in the background, after all earlier calls."""
         task, site = FutureCall(what, value), call_site()
+        if torch.is_inference_mode_enabled():  # the thread does not know, and must write to results
+            function = torch.inference_mode()(function)
 
         def turn() -> Any:
             self._inside.thread = True

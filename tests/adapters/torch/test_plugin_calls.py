@@ -438,3 +438,11 @@ def test_call_of_second_thread_advises_another_group_on_every_rank(rank: int, si
         store.wait(["refused"])
         with pytest.raises(PeerFailedError, match=r"dist\.new_group\(\)"):
             dist.barrier()
+
+
+@in_groups(("shm", 2))
+def test_async_calls_on_inference_tensors_write_results(rank: int, size: int) -> None:
+    with torch.inference_mode():
+        x, pieces = torch.full((3,), 1.0 * rank), [torch.empty(3) for _ in range(size)]
+        dist.all_gather(pieces, x, async_op=True).wait()
+    assert torch.equal(torch.stack(pieces), torch.arange(1.0 * size).repeat(3, 1).t())
