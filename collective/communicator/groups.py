@@ -120,7 +120,7 @@ def split(comm: C, color: int | None, key: int) -> C | None:
                 f"split: {name} {value!r}; expected an integer of 64 bits {comm._path.who}."
             )
     mine = np.array([[color is not None, color or 0, key]], np.int64)
-    deadline = Deadline(comm._path.timeout)
+    deadline = _begun(comm)
     table = comm.on_host.all_gather(mine, counts=[1] * comm.size, timeout=deadline)
     if color is None:
         return None
@@ -130,9 +130,15 @@ def split(comm: C, color: int | None, key: int) -> C | None:
 
 def split_by_host(comm: C) -> C:
     """Return the communicator of the ranks on this host."""
-    deadline = Deadline(comm._path.timeout)
+    deadline = _begun(comm)
     hosts = _hosts(comm, comm.host, deadline)
     return group(comm, [r for r in range(comm.size) if hosts[r] == comm.host], deadline)
+
+
+def _begun(comm: Comm) -> Deadline:
+    """Return the deadline of a call of several steps, once its turn has come."""
+    comm._path.lane.drain(Deadline.never())  # each call in the lane has a deadline of its own
+    return Deadline(comm._path.timeout)
 
 
 def _hosts(comm: Comm, host: str, deadline: Deadline) -> list[str]:

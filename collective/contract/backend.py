@@ -202,7 +202,7 @@ class Backend(ABC):
         """Receive exactly ``dst.nbytes`` bytes from rank ``src``; return the rank of the sender.
 
         The sender's message has the same length; higher layers ensure that. ``src`` may
-        be :data:`ANY_SOURCE` if ``capabilities.any_source`` is set.
+        be :data:`ANY_SOURCE` if ``capabilities.any_source`` is set; then the sources take turns.
         """
 
     @abstractmethod
