@@ -312,8 +312,7 @@ static int is_plan_of(const struct entry *p, const struct call *call)
            && memcmp(p->shape, x->shape, sizeof *x->shape * (size_t)x->ndim) == 0;
 }
 
-/* Returns the place of a call's entry, or a place for it; sets whether the entry is there. */
-static struct entry **place_of(Door *door, const struct call *call, int *is_known)
+static uint64_t hash_of(const struct call *call)
 {
     const struct view *x = &call->views[0];
     uint64_t hash = (uint64_t)(uintptr_t)call->operation + (uintptr_t)call->op
@@ -321,14 +320,18 @@ static struct entry **place_of(Door *door, const struct call *call, int *is_know
                     + (call->counts ? 127 * (uint64_t)call->total + 1 : 0);
     for (int i = 0; i < x->ndim; i++)
         hash = (hash ^ (uint64_t)x->shape[i]) * UINT64_C(0x9E3779B97F4A7C15);
-    size_t first = hash ^ hash >> 32;
-    for (size_t i = first; i < first + PLACES; i++) {
+    return hash ^ hash >> 32;
+}
+
+/* Returns the place of a call's entry, or a place for a new one. */
+static struct entry **place_of(Door *door, const struct call *call, uint64_t hash)
+{
+    for (uint64_t i = hash; i < hash + PLACES; i++) {
         struct entry **place = &door->table[i % ENTRIES];
-        *is_known = *place != NULL && is_plan_of(*place, call);
-        if (*is_known || *place == NULL)
+        if (*place == NULL || is_plan_of(*place, call))
             return place;
     }
-    return &door->table[(first + (hash >> 40) % PLACES) % ENTRIES];
+    return &door->table[(hash + (hash >> 40) % PLACES) % ENTRIES];
 }
 
 static PyObject *counts_of(const struct call *call)
@@ -371,7 +374,6 @@ static struct found fill(Door *door, const struct call *call, PyObject *planned)
     const struct view *x = &call->views[0];
     struct found found = {NULL, NULL, NULL};
     struct entry *entry = malloc(sizeof *entry);
-    int is_known;
     if (entry == NULL) {
         PyErr_NoMemory();
         return found;
@@ -391,7 +393,7 @@ static struct found fill(Door *door, const struct call *call, PyObject *planned)
         found = found_in(call->core, entry);
         (void)door;
         Py_BEGIN_CRITICAL_SECTION(door);
-        struct entry **place = place_of(door, call, &is_known), *old = *place;
+        struct entry **place = place_of(door, call, hash_of(call)), *old = *place;
         *place = entry;
         entry = old;
         Py_END_CRITICAL_SECTION();
@@ -412,11 +414,16 @@ static int are_there(const struct call *call)
 static struct found find_plan(Door *door, const struct call *call)
 {
     struct found found = {NULL, NULL, NULL};
-    int is_known;
+    uint64_t hash = hash_of(call);
     Py_BEGIN_CRITICAL_SECTION(door);
-    struct entry **place = place_of(door, call, &is_known);
-    if (is_known)
-        found = found_in(call->core, *place);
+    /* Nearly all calls are at their first place, so that is looked at first. */
+    const struct entry *entry = door->table[hash % ENTRIES];
+    if (entry != NULL && !is_plan_of(entry, call)) {
+        entry = *place_of(door, call, hash + 1);
+        entry = entry != NULL && is_plan_of(entry, call) ? entry : NULL;
+    }
+    if (entry != NULL)
+        found = found_in(call->core, entry);
     Py_END_CRITICAL_SECTION();
     if (found.plan != NULL)
         return found;
