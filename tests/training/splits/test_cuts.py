@@ -215,8 +215,11 @@ def _messages(comm: collective.Communicator, of: ModuleType) -> list[str]:
 
 
 def test_split_of_separate_channels_does_not_exchange_them(of: ModuleType) -> None:
+    # In Chainer, the ranks compare their parameters first. The last call sums the last layer's
+    # results of each rank's channels.
+    calls = 2 if of.__name__.endswith("chainer") else 1
     for operations in run_ranks(2, _messages, of):
-        assert operations == ["all_reduce"]  # sums the last layer's results of each rank's channels
+        assert operations == ["all_reduce"] * calls
 
 
 def _pieces(comm: collective.Communicator, of: ModuleType, module: Any, x: Any) -> Outcome:
