@@ -265,17 +265,6 @@ class Path(_Gate):
             InvalidArgumentError: an array has another number of elements or another dtype than C
                 saw. Nothing was sent.
         """
-        if not self._turn.acquire(blocking=False):
-            self._refuse_thread(request)
-        try:
-            self._run_python_plan(request, plan, x, x_count, out, out_count, deadline)
-        finally:
-            self._turn.release()
-
-    def _run_python_plan(
-        self, request: Request, plan: Plan, x: Any, x_count: int, out: Any, out_count: int,
-        deadline: Deadline,
-    ) -> None:  # fmt: skip
         dst = None if out is None else _plain_buffer(out)
         src = dst if x is out else None if x is None else _plain_buffer(x)
         # Another thread may have replaced the memory of a tensor since C viewed it. The plan would
@@ -286,9 +275,14 @@ class Path(_Gate):
             self._refuse_changed(request, "x", x_count, src)
         if dst is not None and (dst.count != out_count or dst.dtype is not (dtype or dst.dtype)):
             self._refuse_changed(request, "out", out_count, dst)
-        work = plan(src, dst, deadline)
-        if work is not None:
-            work.wait()
+        if not self._turn.acquire(blocking=False):
+            self._refuse_thread(request)
+        try:
+            work = plan(src, dst, deadline)
+            if work is not None:
+                work.wait()
+        finally:
+            self._turn.release()
 
     def _refuse_changed(self, request: Request, name: str, count: int, now: Buffer) -> NoReturn:
         dtype = "" if request.dtype is None else f" of {request.dtype}"
