@@ -303,17 +303,18 @@ static PyObject *items_of(PyObject *arrays)
     return items;
 }
 
-void hold_all(const struct core *core, PyObject *arrays, PyObject **held)
+/* As hold_all(), but returns 0 without going on if the structure is nested too deeply. */
+static int hold_each(const struct core *core, PyObject *arrays, PyObject **held)
 {
     PyObject *items, *holder;
-    /* This fails for a structure that contains itself. Python refuses such a structure later. */
+    int whole = 1;
     if (Py_EnterRecursiveCall("")) {
         PyErr_Clear();
-        return;
+        return 0;
     }
     if ((items = items_of(arrays)) != NULL) {
-        for (Py_ssize_t at = 0; at < PyTuple_Size(items); at++)
-            hold_all(core, PyTuple_GetItem(items, at), held);
+        for (Py_ssize_t at = 0; whole && at < PyTuple_Size(items); at++)
+            whole = hold_each(core, PyTuple_GetItem(items, at), held);
         Py_DECREF(items);
     } else if (!PyErr_Occurred() && (holder = hold_memory(core, arrays)) != NULL) {
         if (*held == NULL)
@@ -324,6 +325,13 @@ void hold_all(const struct core *core, PyObject *arrays, PyObject **held)
     }
     PyErr_Clear();
     Py_LeaveRecursiveCall();
+    return whole;
+}
+
+void hold_all(const struct core *core, PyObject *arrays, PyObject **held)
+{
+    /* This fails for a structure that contains itself. Python refuses such a structure later. */
+    (void)hold_each(core, arrays, held);
 }
 
 static PyObject *shape_of(const struct view *view)

@@ -119,3 +119,18 @@ def test_scatter_of_dict_without_template_keeps_integer_keys(comm):
 def test_scatter_with_different_template_uses_nesting_of_root(comm):
     received = comm.scatter([np.arange(2), np.arange(2)] if comm.rank == 0 else [])
     assert [piece.tolist() for piece in received] == [[comm.rank]] * 2
+
+
+@on_ranks("pair")
+def test_structure_that_contains_itself_twice_is_refused_by_every_call(comm):
+    endless = []
+    endless += [endless, endless]
+    peer = 1 - comm.rank
+    calls = [
+        comm.all_reduce, comm.broadcast, comm.all_gather, comm.all_to_all, comm.all_gather_object,
+        lambda x: comm.scatter(x, root=comm.rank), lambda x: comm.send(x, peer),
+        lambda x: comm.sendrecv(x, peer, peer), lambda x: comm.all_reduce([np.ones(2)], out=x),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(InvalidArgumentError, match="contains itself, or is nested too deeply"):
+            call(endless)
