@@ -280,13 +280,15 @@ class _OnHosts(_Run):
         agents = [pid for pid in agents if pid not in (*ssh["host1"], *ssh["host2"])]
         outer = [pid for pid in agents if _parent(pid) not in agents]
         some = random_.sample(outer, min(1, len(outer)))
-        return {
+        victims = {
             "ssh of the first host": ssh["host1"],
             "ssh of the last host": ssh["host2"],
             "both ssh": ssh["host1"] + ssh["host2"],
             "one of an agent": random_.sample(agents, min(1, len(agents))),
             "an agent": [pid for pid in agents if pid in some or _parent(pid) in some],
         }[victim]
+        # Before there is such a process, choose among those that exist.
+        return victims or random_.sample(living, min(1, len(living)))
 
     def _wait(self, launcher: subprocess.Popen[bytes], directory: Path, usual: float) -> str:
         since = time.monotonic()
