@@ -289,7 +289,9 @@ class Link:
         finally:
             self._socket.settimeout(None)
 
-    def prove(self, key: bytes, deadline: Deadline, look: Callable[[], object]) -> None:
+    def prove(
+        self, key: bytes, deadline: Deadline, look: Callable[[], object] = lambda: None
+    ) -> None:
         """Take part in the handshake on the connecting side; ``look`` is as for :func:`connect`.
 
         Raises:
