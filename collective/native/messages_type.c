@@ -34,6 +34,7 @@ typedef struct {
     Messages *over;
     PyObject *const *args;
     struct view src, dst; /* their arrays are NULL for a half that the call does not have */
+    PyObject *held[2];    /* from hold_memory() */
     int64_t began; /* when the call waited first, from where its deadline counts; 0 before that */
     int64_t fitting[HEAD_WORDS];
 } Call;
@@ -45,16 +46,22 @@ static int done(PyObject *result)
     return result == NULL ? -1 : 0;
 }
 
+/* Raises the exception for an array that has got other memory; returns -1. */
+static int moved(const Call *call)
+{
+    return done(PyObject_CallMethod(call->over->python, "moved", "OOO", call->args[1],
+                                    call->args[3], call->args[4]));
+}
+
 /* Checks, when other code has run, that the arrays have the memory that they had at the beginning.
    Returns -1 with an exception if not. */
 static int check_arrays(const Call *call)
 {
     const struct core *core = call->over->core;
-    if ((call->src.array == NULL || is_there(core, &call->src))
-        && (call->dst.array == NULL || is_there(core, &call->dst)))
+    if ((call->src.array == NULL || is_kept(core, call->held[0], &call->src))
+        && (call->dst.array == NULL || is_kept(core, call->held[1], &call->dst)))
         return 0;
-    return done(PyObject_CallMethod(call->over->python, "moved", "OOO", call->args[1],
-                                    call->args[3], call->args[4]));
+    return moved(call);
 }
 
 /* Exchanges bytes without the interpreter lock, for as long as there is progress. If another thread
@@ -170,14 +177,19 @@ static int run(Call *call, size_t nbytes)
         return 0;
     /* From here on other threads may run, and they may give the arrays other memory. */
     const struct core *core = call->over->core;
-    PyObject *held[] = {hold_memory(core, call->args[0]), hold_memory(core, call->args[2])};
-    int failed = check_arrays(call);
+    const struct view *views[] = {&call->src, &call->dst};
+    int there = 1;
+    for (int i = 0; i < 2; i++) {
+        call->held[i] = views[i]->array != NULL ? hold_memory(core, views[i]->array) : NULL;
+        there = there && (views[i]->array == NULL || is_there(core, views[i]));
+    }
+    int failed = there ? 0 : moved(call);
     if (failed == 0)
         failed = drive(call);
     if (failed == 0 && x->pending)
         failed = ask_python(call);
-    Py_XDECREF(held[0]);
-    Py_XDECREF(held[1]);
+    Py_XDECREF(call->held[0]);
+    Py_XDECREF(call->held[1]);
     return failed;
 }
 

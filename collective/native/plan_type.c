@@ -184,8 +184,9 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
         /* Python's load of the word has no acquire order, so without this fence the processor may
            load what the peer announced before it loads the word. */
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        if (!failed && !hold(self))
-            failed = MOVED;
+        for (int i = 0; i < 2 && !failed; i++)
+            if (self->views[i] != NULL && !is_kept(self->core, self->held[i], self->views[i]))
+                failed = MOVED;
     }
     if (self->unlocked)
         self->unlocked = PyEval_SaveThread();

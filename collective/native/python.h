@@ -146,6 +146,10 @@ int is_result(const struct core *core, PyObject *array);
 /* Whether an array still has the address and the length that it had when it was viewed. */
 int is_there(const struct core *core, const struct view *view);
 
+/* Whether the memory of a viewed array is still where it was, when other code has run. A tensor that
+   got another storage leaves the memory to the object from hold_memory(). */
+int is_kept(const struct core *core, PyObject *held, const struct view *view);
+
 /* Returns an object that keeps the memory of an array at its address for as long as the object
    lives. It is needed while another thread or Python code may run. If a NumPy array owns its memory,
    the object is a weak reference: NumPy's resize refuses an array with a weak reference, even with

@@ -249,6 +249,24 @@ static PyObject *hold_tensor(const struct core *core, PyObject *tensor)
     return (PyObject *)hold;
 }
 
+int is_kept(const struct core *core, PyObject *held, const struct view *view)
+{
+    if (held == NULL || torch_of(core, view->array) == NULL)
+        return is_there(core, view);
+    PyObject *storage = Py_IS_TYPE(held, core->hold_type) ? ((struct hold *)held)->storage : held;
+    PyObject *data = PyObject_CallMethod(storage, "data_ptr", NULL);
+    PyObject *length = data != NULL ? PyObject_CallMethod(storage, "nbytes", NULL) : NULL;
+    const char *start = length != NULL ? PyLong_AsVoidPtr(data) : NULL;
+    size_t nbytes = length != NULL ? PyLong_AsSize_t(length) : 0;
+    Py_XDECREF(data);
+    Py_XDECREF(length);
+    if (PyErr_Occurred()) {
+        PyErr_Clear();
+        return 0;
+    }
+    return start <= view->address && view->address + view->nbytes <= start + nbytes;
+}
+
 /* Holds the memory of NumPy's array, which may be a view of the array that owns the memory. */
 static PyObject *hold_numpy(const struct core *core, PyObject *array)
 {

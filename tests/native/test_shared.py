@@ -514,15 +514,30 @@ def test_storage_stays_held_until_the_last_of_its_calls_ends(torch: Any) -> None
     assert not storage.resizable()
 
 
-@pytest.mark.parametrize("change", ["share_memory_", "set_"])
-def test_tensor_that_gets_other_memory_in_a_wait_ends_the_call(torch: Any, change: str) -> None:
+def test_storage_that_gets_other_memory_in_a_wait_ends_the_call(torch: Any) -> None:
     host, out = Host(), torch.zeros(5)
 
     def arrives_late() -> None:
         host.arrives()
-        out.share_memory_() if change == "share_memory_" else out.set_(torch.zeros(5))
+        out.share_memory_()
 
     host.meanwhile = arrives_late
     with pytest.raises(MemoryError, match="request has lost its array"):
         host.plan(BROADCAST, None)(floats(5), SimpleNamespace(array=out), 1.0)
+    assert out.tolist() == [0.0] * 5
+
+
+def test_tensor_that_gets_another_storage_in_a_wait_leaves_the_old_one_to_the_call(
+    torch: Any,
+) -> None:
+    host, out = Host(), torch.zeros(5)
+    old = out.view(5)
+
+    def arrives_late() -> None:
+        host.arrives()
+        out.set_(torch.zeros(5))
+
+    host.meanwhile = arrives_late
+    host.plan(BROADCAST, None)(floats(5), SimpleNamespace(array=out), 1.0)
+    assert old.tolist() == [1.0] * 5
     assert out.tolist() == [0.0] * 5
