@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401  see _main_ended
 import contextlib
 import functools
 import importlib
@@ -346,10 +345,7 @@ def tell_at_exit(comm: Communicator) -> None:
     :func:`collective.connect`.
     """
     _open.add(comm)
-    if sys.exit is not _exit:
-        sys.exit = _exit
-        before = threading.excepthook
-        threading.excepthook = functools.partial(_thread_failed, before)
+    _notice_failures()
     _leave_with_child_process()
     if "collective.backends.mpi.library" in sys.modules:
         # Its exit handler, which finalises MPI, must run after this one.
@@ -435,9 +431,15 @@ def _thread_failed(before: Callable[[Any], object], args: threading.ExceptHookAr
         _tell(args.exc_value)
 
 
-# Python runs these functions in the reverse order of their registration, before it waits for
-# threads. That of concurrent.futures, which this module imports for that, waits for threads itself.
-threading._register_atexit(_main_ended)  # type: ignore[attr-defined]
+@functools.cache
+def _notice_failures() -> None:
+    """Notice how the main thread and other threads of this process end, from now on."""
+    # Python runs these functions in the reverse order of their registration, before it waits for
+    # threads. That of concurrent.futures waits for threads itself, so it must come after ours.
+    importlib.import_module("concurrent.futures.thread")
+    threading._register_atexit(_main_ended)  # type: ignore[attr-defined]
+    sys.exit = _exit
+    threading.excepthook = functools.partial(_thread_failed, threading.excepthook)
 
 
 @functools.cache
