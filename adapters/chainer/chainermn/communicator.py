@@ -213,7 +213,8 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
             raise messages.MessageTypeError("bcast: a tuple of arrays (expected one array).")
         x = messages.checked("bcast", x)
         self._framework(x, root)
-        return self.comm.broadcast(x, root=root)
+        self.comm.broadcast(x, root=root)
+        return x
 
     def _framework(self, x: Any, root: int) -> Framework | None:
         """Return the framework of arrays from the root, decided by the root's array ``x``."""
