@@ -447,7 +447,7 @@ def test_end_of_multiprocessing_child_delivers_what_was_sent(tmp_path):
 
 
 CHILDREN_OF_A_RANK = """
-import multiprocessing, os, subprocess, sys
+import multiprocessing, os, subprocess, sys, tempfile
 import collective, numpy as np
 
 def child(way, **settings):
@@ -472,8 +472,10 @@ if sys.argv[1:]:
     child(sys.argv[1], **{"rank": 0, "size": 1} if sys.argv[1] == "alone" else {})
 elif __name__ == "__main__":
     server = multiprocessing.get_context("forkserver").Process(target=int)
+    tempfile.tempdir = "/tmp"  # the address of the fork server may have only 107 bytes
     server.start()  # the fork server is older than the communicator
     server.join()
+    tempfile.tempdir = None
     comm = collective.init()
     if comm.rank == 1:
         program("program")

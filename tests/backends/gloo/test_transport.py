@@ -203,9 +203,10 @@ def _once(world: World) -> None:
 
 
 @on_ranks("two")
-def test_closed_communicator_leaves_no_thread_or_socket(comm: Any) -> None:
+def test_closed_communicator_leaves_no_thread_or_socket(comm: Any, tmp_path: Path) -> None:
     backend = comm.transport
-    world = dataclasses.replace(backend._world, job="another")
+    store = FileStore(tmp_path)
+    world = dataclasses.replace(backend._world, job="another", store=store)
     comm.all_reduce(np.ones(1 << 20))
     comm.recv(None, 1) if comm.rank == 0 else comm.send(np.ones(1 << 18), 0)
     for _ in range(2):
@@ -219,7 +220,7 @@ def test_closed_communicator_leaves_no_thread_or_socket(comm: Any) -> None:
         time.sleep(0.05)
     comm.barrier()
     assert after <= before, "threads, sockets or monitors remain"
-    assert os.listdir(world.store.directory) == []
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # os.fork() in a process with threads

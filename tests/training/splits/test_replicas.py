@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import ModuleType
 from typing import Any
 
@@ -160,7 +161,10 @@ def test_checked_call_names_first_differing_parameter(
         return _refused(comm, lambda: split(x))
 
     for text in run_ranks(2, on_a_rank, check="always"):
-        assert f"the values of {of.NAMES[1]} on rank 1 differ from those on rank 0" in text
+        # Chainer's Split notices it in the message that every call sends.
+        assert re.search(
+            f"the values of {of.NAMES[1]} (on rank 1 differ from|differ on rank 1)", text
+        )
 
 
 def test_checked_call_compares_ranks_with_same_filters(of: ModuleType) -> None:
