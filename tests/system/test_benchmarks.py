@@ -194,42 +194,6 @@ def test_targets_measures_two_and_four_ranks_and_added_values(tmp_path: Path) ->
     assert line(shown, "barrier, 4 ranks")
 
 
-def test_inference_compares_bfloat16_with_float32_gloo_and_mpi(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    needs("mpich")
-    few = ("-n", 2, "--sizes", "10K", "--quick", "--against", "mpich", "torch")
-    shown, results = measured(tmp_path, "inference", *few)
-    assert not results["failures"]
-    asked = {
-        (r["op"], r["dtype"], r["bytes"]) for r in results["records"] if r["backend"] == "torch"
-    }
-    ten, dtypes = 10 << 10, ("bfloat16", "float16", "float32")
-    same = {(op, dtype, ten) for op in ("all_reduce", "all_gather") for dtype in dtypes}
-    assert asked == {*same, ("all_reduce", "float32", 2 * ten)}
-    # Each of the two tables compares with a peer and with float32 over this library.
-    rows = [one.split() for one in shown.splitlines() if "10 KiB" in one]
-    assert len(rows) == 2
-    assert all("–" not in row for row in rows)
-
-
-def test_recorder_measures_cost_of_a_call(tmp_path: Path) -> None:
-    shown, results = measured(tmp_path, "recorder")
-    assert 0 < results["nanoseconds"] < 1e6
-    assert "recording a call" in shown
-    assert line(shown_again(tmp_path, "recorder"), "recording a call")
-
-
-def test_folds_measures_c_and_python(tmp_path: Path) -> None:
-    few = ("--ops", "sum,land", "--dtypes", "float16,int8", "--sizes", "64", "1K", "--turns", 1)
-    folds = measured(tmp_path, "folds", *few)[1]["folds"]
-    assert [(fold["op"], fold["dtype"], fold["nbytes"]) for fold in folds[:3]] == [
-        ("sum", "float16", 64), ("sum", "float16", 1024), ("sum", "int8", 64)
-    ]  # fmt: skip
-    assert len(folds) == 8
-    assert all(fold["c"] > 0 and fold["python"] > 0 for fold in folds)
-    assert line(shown_again(tmp_path, "folds"), "sum").split()[1] == "float16"
-
-
 @pytest.mark.parametrize(
     "flags", [[], ["--operation", "gather", "--cpu"], ["--operation", "send_recv"]]
 )
@@ -240,40 +204,6 @@ def test_native_compares_core_with_its_absence(tmp_path: Path, flags: list[str])
     for side in ("core", "without"):
         assert all(len(call[side]) == 2 and min(call[side]) > 0 for call in calls)
     assert "512 KiB" in shown_again(tmp_path, "native")
-
-
-def test_alignment_measures_every_place(tmp_path: Path) -> None:
-    _, results = measured(tmp_path, "alignment", "--sizes", "8K", "--turns", 2)
-    places = [call["place"] for call in results["calls"] if call["operation"] == "all_reduce"]
-    assert len(places) == len(set(places)) > 5
-    assert all(len(call["seconds"]) == 2 and min(call["seconds"]) > 0 for call in results["calls"])
-    assert "8 KiB" in shown_again(tmp_path, "alignment")
-
-
-def test_areas_measures_areas_and_rings_of_several_lengths(tmp_path: Path) -> None:
-    few = ("--areas", "64K", "1M", "--rings", "4K", "--sizes", "4K", "256K", "--quick")
-    calls = measured(tmp_path, "areas", *few)[1]["calls"]
-    assert [(call["what"], call["operation"], call["nbytes"]) for call in calls] == [
-        (kind, operation, nbytes)
-        for kind, operation in (
-            ("areas", "all_reduce"), ("areas", "broadcast"), ("rings", "send_recv")
-        )
-        for nbytes in (4 << 10, 256 << 10)
-    ]  # fmt: skip
-    assert [*calls[0]["seconds"]] == [str(64 << 10), str(1 << 20)]
-    assert all(min(turns) > 0 for call in calls for turns in call["seconds"].values())
-    shown = shown_again(tmp_path, "areas")
-    assert line(shown, "rings by length; µs")
-    assert line(shown, "send_recv")
-
-
-def test_connect_compares_start_with_and_without_secret(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    shown, results = measured(tmp_path, "connect", "--ranks", 2, "--pairs", 2)
-    turns = results["turns"]
-    assert {side: len(seconds) for side, seconds in turns.items()} == {"without": 2, "with": 2}
-    assert min(min(seconds) for seconds in turns.values()) > 0
-    assert "the difference" in shown
 
 
 def test_chainer_training_measures_all_sides(tmp_path: Path) -> None:
@@ -288,40 +218,6 @@ def test_chainer_training_measures_all_sides(tmp_path: Path) -> None:
         assert min(times[side]) > 0
         assert line(shown, side)
     assert "promised 0.2" in shown
-
-
-@pytest.mark.parametrize("framework", ["torch", "chainer"])
-def test_step_divides_time_of_wrapper_into_shares(tmp_path: Path, framework: str) -> None:
-    pytest.importorskip("torch")
-    if framework == "chainer" and importlib.util.find_spec("chainer") is None:
-        pytest.skip("chainer is not installed")
-    asked = ("--quick", "--clock", "processor", "--frameworks", framework, "--width", 64)
-    shown, results = measured(tmp_path, "step", *asked, "--mpi-envs", tmp_path)
-    times = results["steps"][framework]
-    assert {len(seconds) for seconds in times.values()} == {3}
-    peers = {"torch": {"torch's, over ours", "torch's, over Gloo"}, "chainer": set()}[framework]
-    bare = {"bare", "with a barrier", "with a reduction", "a reduction", "no_sync", "ours"}
-    assert {*times} - {"naive"} == bare | peers
-    # The separately measured shares and the rest add up to the total.
-    table = shown[shown.index("what our wrapper adds") : shown.index(f"{framework}: steps")]
-    figures = dict(re.findall(r"(\S[a-z ]+\S) +(-?\d+\.\d+) +-?\d+%", table))
-    parts = [float(figures[share]) for share in SHARES]
-    assert sum(parts) == pytest.approx(float(figures["all"]), abs=0.05)
-
-
-SHARES = ["skew", "hooks and copies", "the reduction", "cold caches", "the rest"]
-
-
-def test_splitting_reports_bytes_times_and_losses(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    shown, run_ = measured(tmp_path, "splitting", "--size", 64, "--turns", 1)
-    ratios = {row["what"]: row["ratio"] for row in run_["rows"]}
-    assert 0.1 < ratios["bytes kept, data=(8,)"] < 0.6
-    assert ratios["loss, channels over 2 ranks"] < 1e-12
-    assert ratios["loss, groups=2, as ParallelConvolution2D"] > 1e-3
-    assert min(ratios.values()) > 0
-    for name in ratios:
-        assert name[:20] in shown
 
 
 @pytest.mark.parametrize("engine", ["gloo", "mpich", "openmpi"])
