@@ -25,7 +25,6 @@ from typing import Any
 
 import peers
 import sittings
-from memory import OPERATIONS
 
 import collective
 from collective.errors import BackendUnavailableError
@@ -40,6 +39,8 @@ from collective.tools.bench.prepared import Prepared
 from collective.tools.bench.rivals import Gloo, Mpi
 from collective.tools.show import add_outputs, add_sizes, microseconds, print_table, size_name
 
+#: The operations that are measured.
+OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_recv".split()
 _SIZES = "8 1K 8K 32K 1M 16M"
 # Promised bounds: microseconds added to MPI below 64 KiB, and ratios for large arrays.
 _ADDED_US, _SMALL = 3.0, 64 << 10

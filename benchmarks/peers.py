@@ -50,8 +50,8 @@ def add_rivals(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         nargs="*",
-        choices=(*VENDORS, "torch", "memcpy"),
-        default=[*VENDORS, "torch", "memcpy"],
+        choices=(*VENDORS, "torch"),
+        default=[*VENDORS, "torch"],
         metavar="NAME",
         help="rivals: %(choices)s (default: all that are installed)",
     )

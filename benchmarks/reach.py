@@ -1,6 +1,6 @@
 """Targets to reach: each operation against the fastest MPI, by size, and the added times of calls.
 
-Run this as ``python benchmarks/targets.py --reach``. The rival at a size is the MPI library that
+This is what ``python benchmarks/targets.py`` measures. The rival at a size is the MPI library that
 is the fastest there. The ratio of a size is the median of the ratios of neighbouring turns, ours
 and the rival's.
 """
@@ -18,7 +18,6 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-import memory
 import overhead
 import peers
 from promises import KIB, MIB, Bound, Judged, fastest, hold
@@ -93,8 +92,8 @@ _SITTINGS = (
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all measurements, or those of ``options.rows``; return the data for the JSON file."""
-    rows = options.rows or ROWS
+    """Measure ``options.rows``; return the data for the JSON file."""
+    rows = options.rows
     session, progress = Sittings(options), Progress()
     pace = Pace(5, 0.03) if options.quick else Pace.of(False)
     for sitting in _SITTINGS:
@@ -102,7 +101,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if tasks:
             session.sit(
                 sitting.ranks, tasks, pace, memories=sitting.memories, framework=sitting.framework,
-                without=["memcpy", *["torch"] * (not sitting.gloo)],
+                without=["torch"] * (not sitting.gloo),
             )  # fmt: skip
     added: dict[str, dict[str, float]] = {}
     for row, measure_row in zip(_ADDED, (_of_mpi, _of_nccl, _of_ddp, _of_chainer)):
@@ -122,7 +121,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def _of_mpi(options: argparse.Namespace) -> dict[str, float]:
     """Return the microseconds that ``mpi`` adds to a raw call."""
     added: dict[str, float] = {}
-    asked = memory.OPERATIONS, [8] if options.quick else [8, 1024], options.quick
+    asked = overhead.OPERATIONS, [8] if options.quick else [8, 1024], options.quick
     for vendor, path in peers.find(options).items():
         run = overhead.launch(path, 2, *asked)
         for record in run["records"]:

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import peers
@@ -58,10 +58,9 @@ class Sittings:
         tasks: Iterable[Task],
         pace: Pace,
         *,
-        memories: Sequence[str] = ("symmetric", "ordinary"),
-        framework: str = "numpy",
+        memories: Sequence[str],
+        framework: str,
         without: Sequence[str] = (),
-        then: Callable[[Arena], object] = lambda arena: None,
     ) -> None:
         """Measure tasks of ``shm`` and the rivals in turns, with ``ranks`` ranks each.
 
@@ -70,7 +69,6 @@ class Sittings:
         Args:
             memories, framework: kinds of memory, and framework of the arrays, for our calls.
             without: rivals that do not take part.
-            then: function that gets the arena of contestants when the tasks are done.
         """
         rivals = [rival for rival in peers.rivals(self._options) if rival not in without]
         environments = peers.environments(self._options)
@@ -83,7 +81,6 @@ class Sittings:
                 self._progress.show(f"{what}, {ranks} ranks")
                 self._results.add(compare(arena, task, pace, [method_of(task.nbytes)]))
             self._progress.clear()
-            then(arena)
             self.missing |= {name: error.brief for name, error in arena.failed.items()}
 
     @contextlib.contextmanager

@@ -90,46 +90,6 @@ def timed(backend: str, op: str, nbytes: int, turns: list[float], **other: Any) 
     }  # fmt: skip
 
 
-def test_waiting_and_memory_results_get_verdicts(tmp_path: Path) -> None:
-    _, waits = measured(tmp_path, "waiting", "--late", 0.2, "--quick", "--against")
-    _, memory = measured(tmp_path, "memory", "-n", 2, "--sizes", "4K", "1M")
-    merged = waits | memory
-    assert {(w["contestant"], w["operation"]) for w in merged["waiting"]} == {
-        (ours, call) for ours in ("shm", "threads") for call in ("all_reduce", "send_recv")
-    }
-    assert {name: len(seconds) for name, seconds in merged["woken"].items()} == {
-        "all_reduce": 3, "send_recv": 3
-    }  # fmt: skip
-    for footprint in merged["memory"]:
-        assert 0 < footprint["resident"] <= footprint["mapped"]
-    shown = of_targets(tmp_path, **merged)
-    assert line(shown, "memory per rank beside the arrays").endswith("kept")
-    # Comparisons with libraries that were not measured have no verdict.
-    assert line(shown, "broadcast, ordinary, 64 KiB up").endswith("not measured")
-
-
-def test_targets_gives_expected_verdicts(tmp_path: Path) -> None:
-    records = [
-        # 3 times as fast as the fastest MPI
-        timed("shm", "all_reduce", 1 << 20, [10e-6], memory="symmetric"),
-        # slower than 5 µs
-        timed("shm", "all_reduce", 4, [6e-6]),
-        # 1.1 times as fast as MPI, 3 times as fast as Gloo, half as fast as memcpy
-        timed("shm", "all_reduce", 1 << 24, [10e-6]),
-    ]
-    for nbytes, mpich, gloo in ((1 << 20, 30e-6, 1.0), (4, 1e-6, 1.0), (1 << 24, 11e-6, 30e-6)):
-        peers = {"mpi4py/mpich": mpich, "mpi4py/openmpi": 2 * mpich, "torch": gloo, "memcpy": 5e-6}
-        records += [timed(peer, "all_reduce", nbytes, [seconds]) for peer, seconds in peers.items()]
-    shown = of_targets(tmp_path, "--brief", records=records, waiting=[], memory=[])
-    for row, verdict in (
-        ("all_reduce, symmetric, 64 KiB to 1 MiB", "kept, and the aim"),
-        ("all_reduce, ordinary, 4 B to 1 KiB", "missed"),
-        ("all_reduce, ordinary, 16 MiB up", "kept"),
-        ("all_reduce, symmetric, 16 MiB up", "not measured"),
-    ):
-        assert line(shown, row).endswith(verdict)
-
-
 def test_targets_compares_neighbouring_turns_with_fastest_mpi(tmp_path: Path) -> None:
     records = [
         # The whole machine is slow in the second turn, only one MPI library in the third turn.

@@ -37,7 +37,7 @@ def worker(comm: Any, folder: Path) -> Worker:
     if comm.rank == 0:
         StartLine.create(folder / "startline", comm.size)
     comm.barrier()
-    return Worker(Ours(comm), folder, 0)
+    return Worker(Ours(comm), folder)
 
 
 def wrong(comm: Any, folder: Path, dtype: str, nbytes: int, names: tuple[str, ...]) -> list[int]:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import re
-import resource
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +17,6 @@ from typing import Any
 
 from collective.launch import control
 from collective.launch.ranks import Job, Participant
-from collective.platform import PROC
 
 from .libraries import Array, BenchLibrary, Call, Unsupported
 from .prepared import Prepared
@@ -36,14 +32,11 @@ class Worker:
     Args:
         library: the library, connected.
         folder: folder of the start line.
-        whose: owner of a rank's processor time: ``resource.RUSAGE_SELF``, or
-            ``RUSAGE_THREAD`` where ranks are threads.
     """
 
-    def __init__(self, library: BenchLibrary, folder: Path, whose: int) -> None:
+    def __init__(self, library: BenchLibrary, folder: Path) -> None:
         self._library = library
         self._line = StartLine(folder / "startline", library.rank, library.size)
-        self._whose = whose
         self._prepared: dict[str, Prepared] = {}  # by side
         self._steps: dict[str, Call] = {}  # the parts of a training step
         self._parameters: list[Array] = []  # those of the model that is trained
@@ -155,69 +148,6 @@ class Worker:
         parameters, self._parameters = self._parameters, []
         return {"digests": [hashlib.sha256(array.tobytes()).hexdigest() for array in parameters]}
 
-    def wait_for_late(self, side: str, late: float) -> dict[str, Any]:
-        """Measure what a prepared call costs while rank 1 is ``late`` seconds late.
-
-        Returns:
-            ``cpu`` and ``wall``: seconds of this rank, or an empty dict for the late rank.
-        """
-        call = self._prepared[side].call
-        call()
-        self._line.wait()
-        if self._library.rank == 1:
-            time.sleep(late)
-            call()
-            return {}
-        begin, before = time.perf_counter(), resource.getrusage(self._whose)
-        call()
-        after, wall = resource.getrusage(self._whose), time.perf_counter() - begin
-        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        return {"cpu": cpu, "wall": wall}
-
-    def memory_of(self, side: str) -> dict[str, Any]:
-        """Measure the memory of a prepared call.
-
-        Returns:
-            ``mapped``: bytes of shared segments, without those that hold the arrays;
-            ``resident``: bytes of them that are in use; ``transient``: bytes by which the call
-            raised the process's memory above what the process held before.
-        """
-        prepared = self._prepared[side]
-        prepared.call()
-        before = _status("VmRSS")
-        (PROC / "self/clear_refs").write_text("5")  # resets the high-water mark
-        prepared.call()
-        transient = max(0, _status("VmHWM") - before)
-        arrays = [
-            self._library.numpy(array) for array in (prepared.x, prepared.y) if array is not None
-        ]
-        mapped, resident = _segments(arrays)
-        return {"mapped": mapped, "resident": resident, "transient": transient}
-
-
-def _status(field: str) -> int:
-    """Return a field of this process's status in bytes."""
-    found = re.search(rf"^{field}:\s+(\d+) kB", (PROC / "self/status").read_text(), re.M)
-    return 0 if found is None else int(found[1]) << 10
-
-
-def _segments(arrays: list[Array]) -> tuple[int, int]:
-    """Return mapped and resident bytes of collective's segments that hold none of ``arrays``."""
-    addresses = [int(array.__array_interface__["data"][0]) for array in arrays]
-    mapped = resident = 0
-    ours = False
-    for line in (PROC / "self/smaps").read_text().splitlines():
-        head = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s*(.*)", line)
-        if head is not None:
-            low, high = int(head[1], 16), int(head[2], 16)
-            ours = "collective" in head[3].rpartition("/")[2]
-            ours = ours and not any(low <= address < high for address in addresses)
-        elif ours and line.startswith("Size:"):
-            mapped += int(line.split()[1]) << 10
-        elif ours and line.startswith("Rss:"):
-            resident += int(line.split()[1]) << 10
-    return mapped, resident
-
 
 @dataclass(frozen=True)
 class WorkerCall(Job):
@@ -246,9 +176,8 @@ def main() -> None:
     """Serve as the rank that the launcher names, until the arena closes the connection."""
     name, where, address = sys.argv[1:]
     folder = Path(where)
-    whose = resource.RUSAGE_THREAD if name == "threads" else resource.RUSAGE_SELF
     library = open_library(name, folder)
-    participant = Participant(library.rank, {"worker": Worker(library, folder, whose)})
+    participant = Participant(library.rank, {"worker": Worker(library, folder)})
     control.serve(participant, control.call_back(address, library.rank), foreign=True)
 
 
