@@ -2,7 +2,7 @@
 
 ::
 
-    make .jax/.done && .jax/bin/python benchmarks/jax_in_jit.py --sizes 1K 1M 16M
+    .jax/bin/python benchmarks/jax_in_jit.py --sizes 1K 1M 16M     # after make .jax/.done
     .jax/bin/python benchmarks/jax_in_jit.py --sizes 1K --busy
 
 JAX's ``psum`` uses XLA's Gloo. Both sides live in the same processes and take turns, A B A B ….
@@ -17,23 +17,33 @@ neighbouring turns. With ``--busy`` a thread of Python computes on each rank, as
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import functools
 import importlib
+import importlib.metadata
 import socket
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax_main
 import numpy as np
+import peers
 
 from collective.communicator import Communicator
 from collective.tools.bench.alternate import alternate, median_ratio, repeated
-from collective.tools.bench.machine import headline
+from collective.tools.bench.machine import headline, measured
 from collective.tools.bench.measure import Pace
-from collective.tools.show import microseconds, print_table, size_name
+from collective.tools.show import (
+    add_outputs,
+    add_sizes,
+    microseconds,
+    print_table,
+    size_name,
+)
 
 _SIZES = "1K 1M 16M"
 _OURS, _GLOO, _OURS_ALONE, _GLOO_ALONE, _OUTSIDE, _ON_DUP = _SIDES = (
@@ -42,7 +52,7 @@ _OURS, _GLOO, _OURS_ALONE, _GLOO_ALONE, _OUTSIDE, _ON_DUP = _SIDES = (
 
 
 def compared(
-    comm: Communicator, _: Path, sizes: Sequence[int], quick: bool, busy: bool = False
+    comm: Communicator, _: Path, sizes: Sequence[int], quick: bool, busy: bool
 ) -> list[dict[str, Any]]:
     """Measure as one of the ranks; return the figures."""
     jax: Any = importlib.import_module("jax")
@@ -93,7 +103,7 @@ def compared(
             _OUTSIDE: repeated(functools.partial(comm.all_reduce, row, out=np.empty_like(row))),
             _ON_DUP: repeated(functools.partial(apart.all_reduce, row, out=np.empty_like(row))),
         }  # fmt: skip
-        with jax_main.computing(busy):
+        with computing(busy):
             seconds = alternate(comm, sides, pace.rounds, pace.turn)
         medians = {name: statistics.median(turns) for name, turns in seconds.items()}
         ratio = median_ratio(seconds[_GLOO], seconds[_OURS])
@@ -126,11 +136,47 @@ def show(run: dict[str, Any], markdown: bool) -> None:
     print_table(f"sums inside jit, JAX {run['version']}", header, rows, markdown)
 
 
+@contextlib.contextmanager
+def computing(busy: bool) -> Iterator[None]:
+    """Let a thread of Python compute meanwhile, so that others wait for the interpreter lock."""
+    over = threading.Event()
+
+    def compute() -> None:
+        while not over.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=compute, daemon=True)
+    if busy:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if busy:
+            thread.join()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    return jax_main.run(
-        "Compare sums inside jit with JAX's psum.", compared, _SIZES, show, arguments, busy=True
+    parser = argparse.ArgumentParser(description="Compare sums inside jit with JAX's psum.")
+    parser.add_argument("-n", type=int, default=2, metavar="N", help="ranks (default: 2)")
+    parser.add_argument("--backend", default="shm", help="transport (default: shm)")
+    parser.add_argument("--quick", action="store_true", help="three short turns of each side")
+    parser.add_argument(
+        "--busy", action="store_true", help="let a thread of Python compute on each rank"
     )
+    add_sizes(parser, _SIZES)
+    add_outputs(parser)
+    options = parser.parse_args(arguments)
+
+    def measure() -> dict[str, Any]:
+        asked = options.sizes, options.quick, options.busy
+        records = peers.run_here(options.n, options.backend, compared, *asked)
+        version = importlib.metadata.version("jax")
+        return {"ranks": options.n, "version": version, "records": records}
+
+    show(measured(options, measure), options.markdown)
+    return 0
 
 
 if __name__ == "__main__":
