@@ -1,17 +1,13 @@
 """Measurement of data-parallel training in Chainer: ``python benchmarks/chainer_training.py``.
 
-There are two parts, both with two ranks of one thread each:
-
-- The time that syncing adds to a step of an MLP with 25 MB of gradients. Under the ``mpiexec`` of
-  each MPI, the same processes have one model for each of these sides: no syncing; our optimizer
-  over ``shm``; ChainerMN's optimizer over our communicator, over its own ``naive`` communicator,
-  and over ``flat`` on mpi4py. As a lower bound there is a step without syncing, followed by a
-  reduction of the same size, of memory without gradients. The sides take turns, A B C A B C ….
-  The time that a side adds is the median difference between its turns and the neighbouring turns
-  without syncing. ChainerMN's ``flat`` keeps its buffers on a GPU. Here the same algorithm runs on
-  the host, with one array and one ``MPI_Allreduce``.
-- The benefit of overlap (as root). Two network namespaces are connected by a link with delay. Over
-  ``gloo``, the optimizer reduces during the backward pass, or after it.
+The figure is the time that syncing adds to a step of an MLP with 25 MB of gradients, on two ranks
+of one thread each. Under the ``mpiexec`` of each MPI, the same processes have one model for each of
+these sides: no syncing; our optimizer over ``shm``; ChainerMN's optimizer over our communicator,
+over its own ``naive`` communicator, and over ``flat`` on mpi4py. As a lower bound there is a step
+without syncing, followed by a reduction of the same size, of memory without gradients. The sides
+take turns, A B C A B C …. The time that a side adds is the median difference between its turns and
+the neighbouring turns without syncing. ChainerMN's ``flat`` keeps its buffers on a GPU. Here the
+same algorithm runs on the host, with one array and one ``MPI_Allreduce``.
 """
 
 from __future__ import annotations
@@ -23,12 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hosts
 import numpy as np
 import peers
 
 from collective.launch.ranks import Participant
-from collective.tools.bench.alternate import alternate, median_excess, median_ratio, repeated
+from collective.tools.bench.alternate import alternate, median_excess, repeated
 from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, microseconds, print_table
 
@@ -44,11 +39,11 @@ _SIDES = ("ours", "drop-in", "naive", "flat (host)")
 # -- in the ranks -----------------------------------------------------------------------
 
 
-def mlp_step(optimizer: Any, width: int, rows: int = 64) -> Step:
+def mlp_step(optimizer: Any, width: int) -> Step:
     """Return a step of an MLP of six layers with the given optimizer."""
     from collective.tools.models.chainer import Step, model_of
 
-    return Step(optimizer, *model_of("mlp", width, rows))
+    return Step(optimizer, *model_of("mlp", width, 64))
 
 
 def _flat() -> Any:
@@ -71,7 +66,7 @@ def _flat() -> Any:
 
 
 def rank(_: Participant, width: int, quick: bool) -> dict[str, list[float]]:
-    """Measure as one of the ranks of the first part; return the figures."""
+    """Measure as one of the ranks; return the figures."""
     import collective
     from collective.adapters.chainer.chainermn import CollectiveCommunicator
     from collective.adapters.chainer.optimizer import create_multi_node_optimizer
@@ -91,7 +86,7 @@ def rank(_: Participant, width: int, quick: bool) -> dict[str, list[float]]:
         sgd = chainer.optimizers.SGD(0.0)
         optimizers[name] = chainermn.create_multi_node_optimizer(sgd, communicator)
     steps = {name: mlp_step(optimizer, width) for name, optimizer in optimizers.items()}
-    _agree(steps, steps)
+    _agree(steps)
     bare = steps[_BARE]
     memory = comm.empty(bare.model.count_params(), np.float32)
     memory[...] = 0
@@ -100,17 +95,19 @@ def rank(_: Participant, width: int, quick: bool) -> dict[str, list[float]]:
         bare()
         comm.all_reduce(memory, op="avg", out=memory)
 
-    found = _turns(comm, {**steps, _FLOOR: reduction_alone}, *((3, 0.03) if quick else (15, 0.4)))
+    calls: dict[str, Callable[[], None]] = {**steps, _FLOOR: reduction_alone}
+    sides = {side: repeated(call) for side, call in calls.items()}
+    found = alternate(comm, sides, *((3, 0.03) if quick else (15, 0.4)), warm=2)
     comm.close()
     return found
 
 
-def _agree(steps: Mapping[str, Step], calls: Mapping[str, Callable[[], None]]) -> None:
+def _agree(steps: Mapping[str, Step]) -> None:
     """Check that all sides have the same gradients after a call."""
     gradients = {}
     for name, step in steps.items():
-        calls[name]()  # the first call of ChainerMN's optimizer only broadcasts parameters
-        calls[name]()
+        step()  # the first call of ChainerMN's optimizer only broadcasts parameters
+        step()
         grads = [p.grad for _, p in sorted(step.model.namedparams())]
         gradients[name] = np.concatenate([grad.ravel() for grad in grads])
     for name, averaged in gradients.items():
@@ -120,62 +117,13 @@ def _agree(steps: Mapping[str, Step], calls: Mapping[str, Callable[[], None]]) -
         step.optimizer.lr = 1e-4
 
 
-def _turns(
-    comm: Any, steps: Mapping[str, Callable[[], None]], rounds: int, turn: float
-) -> dict[str, list[float]]:
-    sides = {side: repeated(step) for side, step in steps.items()}
-    return alternate(comm, sides, rounds, turn, warm=2)
-
-
-def distant_rank(options: argparse.Namespace) -> None:
-    """Measure as one of the ranks of the second part; rank 0 writes the figures."""
-    import collective
-    from collective.adapters.chainer.optimizer import create_multi_node_optimizer
-
-    import chainer  # isort: skip
-
-    comm = collective.init("gloo")
-
-    def made() -> Any:
-        sgd = chainer.optimizers.SGD(0.0)
-        return create_multi_node_optimizer(sgd, comm, bucket_mib=options.bucket_mib)
-
-    asked = options.width, options.rows
-    steps = {
-        _BARE: mlp_step(chainer.optimizers.SGD(0.0), *asked),
-        "beside": mlp_step(made(), *asked),
-        "after": mlp_step(made(), *asked),
-    }
-
-    def after() -> None:
-        steps["after"].backward()
-        steps["after"].optimizer.update()  # this reduces all gradients that are not reduced yet
-
-    calls: dict[str, Callable[[], None]] = {**steps, "after": after}
-    _agree(steps, calls)
-    found = _turns(comm, calls, *((3, 0.2) if options.quick else (9, 1.0)))
-    if comm.rank == 0:
-        hosts.report(options.distant, found)
-    comm.close()
-
-
 # -- outside ------------------------------------------------------------------------------
 
 
 def measure(vendor: Path, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Run the first part under an MPI; return its figures."""
+    """Measure under an MPI; return the figures."""
     found: dict[str, list[float]]
     found = peers.run_under_mpi(vendor, 2, rank, options.width, options.quick)
-    return found
-
-
-def measure_distant(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Run the second part; return its figures."""
-    command = [str(Path(__file__).resolve()), "--width", str(options.distant_width)]
-    command += ["--rows", str(options.rows), "--bucket-mib", str(options.bucket_mib)]
-    command += [*["--quick"] * options.quick, "--distant"]
-    found: dict[str, list[float]]
-    found = hosts.run([0, 1], command, delay=options.delay / 1e3, OPENBLAS_NUM_THREADS="1")
     return found
 
 
@@ -204,42 +152,9 @@ def show(run: dict[str, Any], markdown: bool) -> None:
             theirs = added(times, side)
             kept.append((f"ours ≤ 1/5 of {side}, {vendor}", ours / theirs, _ADDED))
             kept.append((f"drop-in not slower than {side}, {vendor}", drop_in / theirs, _DROP_IN))
-    if run["distant"]:
-        times = run["distant"]
-        rows = [
-            [side, *map(microseconds, (statistics.median(times[side]), max(0, added(times, side))))]
-            for side in (_BARE, "beside", "after")
-        ]
-        title = f"gloo, {run['delay']:g} ms away: beside the backward pass, and after it"
-        print_table(title, ["reduction", "step µs", "it adds µs"], rows, markdown)
-        ratio = median_ratio(times["beside"], times["after"])
-        kept.append(("a step with the reduction beside, of one with it after", ratio, 1.0))
     for what, value, bound in kept:
         verdict = "kept" if value <= bound else "not kept"
         print(f"{what}: {value:.2f} (promised {bound:g}): {verdict}")
-
-
-def measure_parts(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of the requested parts that can run here."""
-    run: dict[str, Any] = {"syncing": {}, "distant": {}, "delay": options.delay}
-    if not options.only_distant:
-        found = peers.find(options)
-        if not found:
-            raise SystemExit(
-                "chainer_training: no MPI library is installed; run "
-                "`python benchmarks/peers.py setup`."
-            )
-        run["syncing"] = {vendor: measure(path, options) for vendor, path in found.items()}
-    if not options.no_distant:
-        reason = hosts.refusal()
-        if reason is None:
-            run["distant"] = measure_distant(options)
-        else:
-            print(
-                f"chainer_training: the part with a delayed link cannot run: {reason}",
-                file=sys.stderr,
-            )
-    return run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -248,19 +163,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="three short turns of each side")
     add_outputs(parser)
     parser.add_argument("--width", type=int, default=1024, help="width of the MLP's layers")
-    parser.add_argument("--no-distant", action="store_true", help="only the first part")
-    parser.add_argument("--only-distant", action="store_true", help="only the second part")
-    parser.add_argument("--delay", type=float, default=20.0, help="ms for a packet, second part")
-    parser.add_argument("--distant-width", type=int, default=512, help="--width of the second part")
-    parser.add_argument("--rows", type=int, default=512, help="samples of a step, second part")
-    parser.add_argument("--bucket-mib", type=float, default=1.0, help="bucket size, second part")
-    parser.add_argument("--distant", type=Path, help=argparse.SUPPRESS)
     peers.add_options(parser)
     options = parser.parse_args(arguments)
-    if options.distant is not None:
-        distant_rank(options)
-        return 0
-    show(measured(options, lambda: measure_parts(options)), options.markdown)
+
+    def measure_all() -> dict[str, Any]:
+        found = peers.find(options)
+        if not found:
+            raise SystemExit(
+                "chainer_training: no MPI library is installed; run "
+                "`python benchmarks/peers.py setup`."
+            )
+        return {"syncing": {vendor: measure(path, options) for vendor, path in found.items()}}
+
+    show(measured(options, measure_all), options.markdown)
     return 0
 
 

@@ -154,24 +154,20 @@ def refusal() -> str | None:
     return reason
 
 
-def run(
-    spread: Sequence[int], command: Sequence[str], *, delay: float | None = None, **variables: str
-) -> Any:
+def run(spread: Sequence[int], command: Sequence[str]) -> Any:
     """Make hosts, run a Python program as ranks on them, and return the reported figures.
 
     Args:
         spread: the host of each rank.
         command: the program and its arguments. The folder for :func:`report` is appended; it
             contains a start line.
-        delay: seconds by which packets to another host are delayed; None for no delay.
-        variables: variables for the environment of the ranks.
     """
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         path = Path(folder)
         StartLine.create(path / "startline", len(spread))
-        with _hosts().Hosts(max(spread) + 1, path, delay=delay) as hosts:
+        with _hosts().Hosts(max(spread) + 1, path) as hosts:
             words = [sys.executable, *command, folder]
-            job = hosts.by_hand(spread, words, GLOO_SOCKET_IFNAME="eth0", **variables)
+            job = hosts.by_hand(spread, words, GLOO_SOCKET_IFNAME="eth0")
             job.succeed(_RANKS_S)
         return json.loads((path / "figures").read_text())
 

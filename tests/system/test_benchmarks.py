@@ -169,7 +169,7 @@ def test_native_compares_core_with_its_absence(tmp_path: Path, flags: list[str])
 def test_chainer_training_measures_all_sides(tmp_path: Path) -> None:
     if importlib.util.find_spec("chainer") is None:
         pytest.skip("chainer is not installed")
-    few = ("--quick", "--no-distant", "--width", 64, "--mpi-envs", mpich_alone(tmp_path))
+    few = ("--quick", "--width", 64, "--mpi-envs", mpich_alone(tmp_path))
     shown, results = measured(tmp_path, "chainer_training", *few)
     (times,) = results["syncing"].values()
     sides = {"no syncing", "a reduction alone", "ours", "drop-in", "naive", "flat (host)"}
