@@ -7,10 +7,6 @@ is that of the host, which all processes share (CLOCK_MONOTONIC).
 
 Other rows are for one additional rank, after it has asked to join. They show the time from the
 first ``grow()`` to the end of the first correct ``all_reduce`` with the new rank, on the last rank.
-
-For comparison there is ``torchrun --max-restarts 1`` over Gloo, which ends all ranks and starts
-all of them again, also the killed one. The time goes from the kill to the end of the first
-``all_reduce`` of the restarted ranks. A restart that fails is reported.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ import argparse
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +28,6 @@ from peers import prepare_environment
 from collective.communicator import Communicator
 from collective.errors import CollectiveError
 from collective.launch.mpiexec import Mpiexec
-from collective.start.choice import installed
 from collective.start.connecting import connect
 from collective.testing import RankPool, RanksFailedError, preload
 from collective.testing.ranks import backend_class
@@ -41,33 +35,6 @@ from collective.tools.bench.machine import measured
 from collective.tools.show import Progress, add_outputs, count, print_table
 
 _OURS = ("shm", "gloo", "hierarchical", "mpi")
-_RIVAL = "torchrun, all started again"
-_RESTART_S = 120.0
-# With torchrun's own store, restarted ranks find the addresses of the earlier ranks there, and
-# mostly give up (torch 2.13: 5 of 7 restarts). With this variable, rank 0 serves a new store after
-# each restart.
-_RESTARTS_WORK = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-_RESTARTED = """
-import os, signal, sys, time
-from pathlib import Path
-import torch
-import torch.distributed as dist
-marks = Path(sys.argv[1])
-dist.init_process_group("gloo")
-rank, victim = dist.get_rank(), int(sys.argv[2])
-x = torch.ones(1000)
-dist.all_reduce(x)
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    if rank == victim:
-        (marks / "killed").write_text(str(time.monotonic()))
-        os.kill(os.getpid(), signal.SIGKILL)
-    while True:
-        dist.all_reduce(x.fill_(1))
-assert x[0] == dist.get_world_size()
-(marks / f"again-{rank}").write_text(str(time.monotonic()))
-time.sleep(1)  # whoever leaves at once may break a call that others are still in
-dist.destroy_process_group()
-"""
 
 
 def _go_on(comm: Communicator, victim: int, marks: str) -> float:
@@ -134,41 +101,20 @@ def _one_more(pool: RankPool) -> float:
     return float(max(there) - min(began))
 
 
-def _torchruns(size: int, victim: int) -> float | None:
-    """Return the seconds from the kill to the last sum of the restarted ranks.
-
-    None if torchrun gave up.
-    """
-    with tempfile.TemporaryDirectory() as marks:
-        program = Path(marks, "program.py")
-        program.write_text(_RESTARTED)
-        words = ["--standalone", "--max-restarts", "1", "--nproc-per-node", str(size)]
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", *words, program, marks, str(victim)],
-            check=False, timeout=_RESTART_S, stderr=subprocess.DEVNULL,
-            env=os.environ | _RESTARTS_WORK | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        if done.returncode:
-            return None
-        again = [float(path.read_text()) for path in Path(marks).glob("again-*")]
-        assert len(again) == size
-        return max(again) - _killed(marks)
-
-
 def _killed(marks: str) -> float:
     return float(Path(marks, "killed").read_text())
 
 
 def measure(
-    backends: Sequence[str], size: int, turns: int, restarts: int, python: str | None = None
-) -> dict[str, list[float | None]]:
+    backends: Sequence[str], size: int, turns: int, python: str | None = None
+) -> dict[str, list[float]]:
     """Return the seconds of every turn, by transport and killed rank.
 
     Args:
         python: interpreter of an environment with Open MPI, for ``mpi``.
     """
     progress = Progress()
-    found: dict[str, list[float | None]] = {}
+    found: dict[str, list[float]] = {}
 
     def take(name: str, pool: RankPool, once: Callable[[RankPool], float]) -> None:
         with pool:
@@ -185,35 +131,19 @@ def measure(
             take(f"{backend}, rank {victim} of {size}", ranks, partial(_ours, victim=victim))
         if backend_class(backend).capabilities.grows:
             take(f"{backend}, one more than {size - 1}", RankPool(size, backend), _one_more)
-    if restarts and installed("torch"):
-        for victim in (size - 1, 0):
-            name = f"{_RIVAL}, rank {victim} of {size}"
-            progress.show(name)
-            found[name] = [_torchruns(size, victim) for _ in range(restarts)]
     progress.clear()
     return found
 
 
-def show(found: dict[str, list[float | None]], markdown: bool = False) -> None:
+def show(found: dict[str, list[float]], markdown: bool = False) -> None:
     """Print the table."""
     rows = [
-        [name, *_figures([turn for turn in seconds if turn is not None]), str(len(seconds))]
-        for name, seconds in found.items()
-    ]
-    header = ["who goes on", "median ms", "least", "most", "of"]
-    print_table(
-        "From a kill to the first sum without the dead, or to that with one more",
-        header,
-        rows,
-        markdown,
-    )
-
-
-def _figures(seconds: Sequence[float]) -> list[str]:
-    if not seconds:
-        return ["failed", "", ""]
-    figures = statistics.median(seconds), min(seconds), max(seconds)
-    return [f"{1e3 * figure:.0f}" for figure in figures]
+        [name, *(f"{1e3 * figure(turns):.0f}" for figure in (statistics.median, min, max)),
+         str(len(turns))]
+        for name, turns in found.items()
+    ]  # fmt: skip
+    title = "From a kill to the first sum without the dead, or to that with one more"
+    print_table(title, ["who goes on", "median ms", "least", "most", "of"], rows, markdown)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -225,16 +155,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--mpi-python", metavar="FILE", help="for mpi: Python of an environment with Open MPI 5"
     )
     parser.add_argument("--turns", type=count, default=20, help="kills for each row (default: 20)")
-    parser.add_argument("--restarts", type=int, default=3, help="restarts by torchrun, 0 for none")
-    parser.add_argument("--quick", action="store_true", help="3 kills for each row, one restart")
+    parser.add_argument("--quick", action="store_true", help="3 kills for each row")
     add_outputs(parser)
     options = parser.parse_args(arguments)
     if options.n < 2:
         parser.error("-n: one rank dies and another one continues: give at least 2")
-    turns, restarts = (3, min(1, options.restarts)) if options.quick else (
-        options.turns, options.restarts
-    )  # fmt: skip
-    asked = options.backends.split(","), options.n, turns, restarts, options.mpi_python
+    turns = 3 if options.quick else options.turns
+    asked = options.backends.split(","), options.n, turns, options.mpi_python
     run = measured(options, lambda: {"elastic": measure(*asked), "ranks": options.n})
     show(run["elastic"], options.markdown)
     return 0

@@ -58,7 +58,7 @@ def line(shown: str, what: str) -> str:
 
 
 def test_elastic_measures_going_on_after_a_loss(tmp_path: Path) -> None:
-    shown, results = measured(tmp_path, "elastic", "--quick", "--backends", "shm", "--restarts", 0)
+    shown, results = measured(tmp_path, "elastic", "--quick", "--backends", "shm")
     assert "shm, rank 0 of 3" in shown
     assert "shm, one more than 2" in shown
     assert [len(seconds) for seconds in results["elastic"].values()] == [3] * 3
