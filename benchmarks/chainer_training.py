@@ -43,7 +43,7 @@ def mlp_step(optimizer: Any, width: int) -> Step:
     """Return a step of an MLP of six layers with the given optimizer."""
     from collective.tools.models.chainer import Step, model_of
 
-    return Step(optimizer, *model_of("mlp", width, 64))
+    return Step(optimizer, *model_of("mlp", width))
 
 
 def _flat() -> Any:

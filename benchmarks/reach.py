@@ -150,7 +150,7 @@ def _of_nccl(options: argparse.Namespace) -> dict[str, float]:
 def _of_ddp(options: argparse.Namespace) -> dict[str, float]:
     """Return the milliseconds that our wrapper adds to a step."""
     training: Any = importlib.import_module("training")
-    times = training.two_ranks(training.rank, "wrappers", ["mlp"], options.quick)["mlp"]
+    times = training.two_ranks("wrappers", ["mlp"], options.quick)["mlp"]
     return {"ours": training.summary(times)["ours_added"] * 1e3}
 
 

@@ -81,12 +81,11 @@ class _Residual(chainer.Chain):  # type: ignore[misc]
         return F.relu(self.second_norm(self.second(inside)) + (x if self._same else self.around(x)))
 
 
-def model_of(name: str, width: int = 1024, rows: int = 64) -> tuple[Any, Array]:
+def model_of(name: str, width: int = 1024) -> tuple[Any, Array]:
     """Return ``"mlp"``, ``"lenet"`` or ``"resnet"``, as in PyTorch, and a batch for it.
 
     Args:
         width: width of the MLP's six layers.
-        rows: number of samples in the MLP's batch.
     """
     rng = np.random.RandomState(0)
     np.random.seed(0)  # Chainer's initialisers use NumPy's global generator
@@ -97,7 +96,7 @@ def model_of(name: str, width: int = 1024, rows: int = 64) -> tuple[Any, Array]:
 
     if name == "mlp":
         layers = [part for _ in range(6) for part in (L.Linear(width, width), F.relu)]
-        return chainer.Sequential(*layers), batch(rows, width)
+        return chainer.Sequential(*layers), batch(64, width)
     if name == "lenet":
         return LeNet(), batch(32, 1, 28, 28)
     widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]

@@ -75,16 +75,15 @@ class _Residual(nn.Module):
         return out
 
 
-def model_of(name: str, width: int = 1024) -> tuple[nn.Module, torch.Tensor]:
+def model_of(name: str) -> tuple[nn.Module, torch.Tensor]:
     """Return ``"mlp"``, ``"lenet"`` or ``"resnet"`` (of ResNet-18's size), and a batch for it.
 
-    Args:
-        width: width of the MLP's six layers, which have 25 MB of gradients by default.
+    The six layers of the MLP have 25 MB of gradients.
     """
     torch.manual_seed(0)
     if name == "mlp":
-        layers = [part for _ in range(6) for part in (nn.Linear(width, width), nn.ReLU())]
-        return nn.Sequential(*layers), torch.randn(64, width)
+        layers = [part for _ in range(6) for part in (nn.Linear(1024, 1024), nn.ReLU())]
+        return nn.Sequential(*layers), torch.randn(64, 1024)
     if name == "lenet":
         return LeNet(), torch.randn(32, 1, 28, 28)
     widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
