@@ -1,6 +1,8 @@
-"""Requirements of pytest, and of unpickling in ranks, for the folders of tests."""
+"""Requirements on files: of pytest, of unpickling in ranks, and of the folder of benchmarks."""
 
 from __future__ import annotations
+
+import re
 
 from tests.support.interpreter import ROOT
 
@@ -12,3 +14,11 @@ def test_test_folders_are_packages() -> None:
     """
     folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_make_runs_every_benchmark() -> None:
+    started = set(re.findall(r"benchmarks/(\w+\.py)", (ROOT / "Makefile").read_text()))
+    files = (ROOT / "benchmarks").glob("*.py")
+    programs = {file.name for file in files if '__name__ == "__main__"' in file.read_text()}
+    assert programs - started == {"peers.py"}  # which makes the environments by hand
+    assert started <= programs
