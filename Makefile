@@ -22,7 +22,7 @@
 #   make musl     build a Python for musl, with this package's wheel, in .musl, and test it
 #   make aarch64  run the native core and the conformance kit for AArch64 under QEMU, for an hour or more
 #   make parity   compare every transport and framework here with an oracle: parity.html
-#   make bench    compare with three MPI libraries and Gloo (installs them into .mpi), for hours
+#   make bench    compare with three MPI libraries and Gloo (installs them into .mpi)
 #   make bench-jax      compare sums in compiled JAX programs with those of XLA's Gloo
 #   make release-check  build the files that a release uploads, in dist, and check them
 #   make wheels   build wheels with the native core for each Python, in wheelhouse; needs Docker
