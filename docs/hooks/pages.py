@@ -55,8 +55,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill in tables, and point the links of ``page`` to their targets on the site."""
     markdown = _SETTINGS.sub(lambda match: settings(), markdown)
     here = page.file.src_uri
-    if here.startswith("decisions/"):  # a reader who searches wants the manual first
-        page.meta.setdefault("search", {"boost": 0.3})
+    if here.startswith(("decisions/", "measurements/")):  # a reader who searches wants the manual
+        page.meta.setdefault("search", {"exclude": True})
     source = _ON_SITE.get(here, f"docs/{here}")
     done, end = [], 0
     for fence in _FENCE.finditer(markdown):  # Programs stay unchanged.

@@ -191,12 +191,13 @@ def test_links_of_decisions_lead_to_files() -> None:
     assert {d.name: broken_links(d) for d in DECISIONS if broken_links(d)} == {}
 
 
-def test_every_page_is_in_navigation_or_index_of_decisions() -> None:
+def test_every_page_is_in_navigation_or_index() -> None:
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = set(re.findall(r"[ :-] (\S+\.md)$", navigation, re.MULTILINE))
-    index = (ROOT / "docs" / "decisions" / "README.md").read_text()
-    listed |= {f"decisions/{name}" for name in re.findall(r"\]\((\d{4}-\S+\.md)\)", index)}
+    for folder in ("decisions", "measurements"):
+        index = (ROOT / "docs" / folder / "README.md").read_text()
+        listed |= {f"{folder}/{name}" for name in re.findall(r"\]\(([\w-]+\.md)\)", index)}
     assert sorted(set(pages) - listed) == []
 
 
