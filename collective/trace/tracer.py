@@ -3,7 +3,8 @@
 With ``COLLECTIVE_TRACE=dir`` every rank writes ``dir/rank-00000.json``, … in the Trace Event
 Format (Google, "Trace Event Format", 2016; the JSON object form). The file has the rank's calls,
 its background operations, and the parts that the program marks with :func:`span`. Without that
-setting, none of this code runs.
+setting, none of this code runs. A command merges the files, since no rank knows that it is the last
+to write one.
 """
 
 from __future__ import annotations
