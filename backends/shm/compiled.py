@@ -41,8 +41,7 @@ _LOOKS, _LOOKS_CROWDED = 200, 4
 _RING_LOOKS = 100
 # These limits apply to calls on ordinary memory, if the kernel can read a peer's memory. Longer
 # calls are not staged if ranks wait for a core, or if each rank has its own part to copy meanwhile.
-# The kernel copies once instead of twice, but its copies are slower
-# (docs/decisions/0069-copies-around-the-caches.md).
+# The kernel copies once instead of twice, but its copies are slower (docs/measurements/native.md).
 _MOVED_BYTES, _FOLDED_BYTES = 4 << 20, 8 << 20
 # A call is long if the longest input of any rank has at least this many bytes. For shorter calls a
 # copy through an area costs less than a second wait (benchmarks/native.py).

@@ -15,7 +15,7 @@ extern size_t cached_bytes;
 
 /* Whether a call that reads and writes nbytes writes its results around the caches. A call in place
    has just read the cache lines that it writes, so it writes to the caches up to a larger nbytes
-   (docs/decisions/0069-copies-around-the-caches.md has the figures). */
+   (docs/measurements/native.md has the figures). */
 static inline int beyond_caches(size_t nbytes, int in_place)
 {
     size_t few = (size_t)32 << 20, cached = __atomic_load_n(&cached_bytes, __ATOMIC_RELAXED);
@@ -28,8 +28,7 @@ static inline int beyond_caches(size_t nbytes, int in_place)
    from Zen 3 on take 20 times as long for it if the destination lies 1 to 31 bytes behind the
    source, as places within their pages (glibc's bug 30994). This is a usual case: segments begin at
    a page, and NumPy's long arrays begin 16 bytes behind one. Parts of 2 KiB are copied with vectors.
-   At other distances they would gain nothing, and lose up to a tenth
-   (docs/decisions/0243-copies-without-string-instruction.md). */
+   At other distances they would gain nothing, and lose up to a tenth (docs/measurements/native.md). */
 static inline void copy(void *to, const void *from, size_t nbytes)
 {
     enum { PAGE = 4096, SLOW = 32, LONGEST_WITH_VECTORS = 2048 };

@@ -220,7 +220,7 @@ static void read_sources(struct shared *s, const struct plan *p, char *dst, char
    byte behind the two places of small inputs. Before a place is written again, other calls have
    driven its cache lines out of the caches of single cores, into the cache that the cores share. If
    a line were still in another core's own cache, it would take about three times as long to write
-   it and to fetch it from there; docs/decisions/0068-areas-of-1-mib.md has the figures.
+   it and to fetch it from there; docs/measurements/native.md has the figures.
 
    An input of at most INLINE_BYTES goes into the same cache line as the step, which the peers fetch
    in any case. A second cache line would take as long again to arrive. */
