@@ -353,7 +353,11 @@ class Channel:
         """Return when ``ranks`` have acknowledged that the communicator is broken, or time is up.
 
         A rank calls this before it gives memory back to its caller that a peer's engine may still
-        read. A peer that has received the data checks ``failure`` afterwards, and discards the
+        read: MPI cannot take back a long message. A fixed pause would not do. A loaded peer may
+        hear of the failure later than any pause that every failed send could pay. It would return
+        data that the sender has overwritten since.
+
+        A peer that has received the data checks ``failure`` afterwards, and discards the
         data. A peer that has closed the communicator receives nothing any more, and does not
         acknowledge, either.
         """

@@ -1,10 +1,12 @@
 """The monitor: a rank's knowledge of its peers, independent of the transport's engine.
 
 Engines like MPI and Gloo cannot tell a dead rank from a late rank, or a rank that left from a rank
-that failed. They cannot tell which rank made another call, either. So beside the engine every
-rank keeps a link to a hub in rank 0's process (:mod:`collective.backends.peers.hub`). The hub is a
-thread that sleeps until something goes wrong. One communicator's view of the monitor is in
-:mod:`collective.backends.peers.channel`.
+that failed. They cannot tell which rank made another call, either. So beside the engine every rank
+keeps a link to a hub in rank 0's process (:mod:`collective.backends.peers.hub`). The hub is a
+thread that sleeps until something goes wrong. A mesh of links would not depend on rank 0, but it
+costs n² sockets. If rank 0's process leaves first, waiting ranks look for deaths themselves
+(:meth:`Monitor.look_around`). A second hub would add the comparison of calls alone. One
+communicator's view of the monitor is in :mod:`collective.backends.peers.channel`.
 
 When a call has waited for a second, the hub compares the ranks' flight recorders. Ranks that made
 different calls get ``MismatchError``. When a deadline passes, the error can name the rank that did
