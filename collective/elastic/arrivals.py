@@ -7,6 +7,9 @@ waiting. The answer of a rank names the decision that may include the process. O
 determines whether the process is a member (:mod:`collective.contract.decision`). The ranks publish
 an announcement of themselves at the key ``join``.
 
+The ticket is the number of the process. If the leader gave out numbers, two ranks that both take
+themselves for the leader could give one number to two processes.
+
 So a process that has given up is never decided on. A process that dies after the answer is treated
 as a member that dies while the others connect. If the job has a secret, all values are sealed: a
 process with another secret, or with none, cannot see the ranks, and the ranks cannot see it.

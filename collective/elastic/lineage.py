@@ -68,6 +68,9 @@ class Lineage:
     ) -> Lineage:
         """Return the lineage of a transport that has just been connected; all ranks call it.
 
+        Nothing is sent if the transport has a name for the meeting. Otherwise a rank that dies or
+        shrinks right after its ``init()`` would break the ``init()`` of ranks that still gather.
+
         Raises:
             RendezvousError: rank 0 must send the name to the other ranks, because the transport has
                 none, and a rank is gone.

@@ -10,6 +10,12 @@ original numbers; the transport knows the lost ranks. Processes that wait to be 
 A *generation* is the time between two such changes. Keys and decisions contain the original numbers
 of ranks, those of generation 0. Present numbers would be ambiguous: some ranks may already be in
 the next generation while others are not.
+
+The keys of generation ``G`` begin with the token ``T`` that the ranks of a communicator share. They
+are written in this order: ``T.G.rank``, a rank's note; ``T.G``, the members and their hosts;
+``T.G.…``, by which the members connect; ``T.G.rank`` anew, "connected". A rank that finds out that
+a member has died meanwhile writes ``T.G+1.open``, and the next decision begins. ``T.G`` is never
+deleted: a rank that was stopped for an hour has to read that the others went on without it.
 """
 
 from __future__ import annotations

@@ -155,7 +155,11 @@ class Supervisor:
         return len(self._environments) - self._spare
 
     def _left(self) -> int:
-        """Return the number of ranks that have not failed, without those still waiting to join."""
+        """Return the number of ranks that have not failed, without those still waiting to join.
+
+        If waiting ones counted, a run could stay above its floor by replacements that wait for
+        ranks which have ended by ``PeerLostError``, and each of them would be replaced in turn.
+        """
         lost = sum(not rank.joins for rank in self._failed)
         joined = [rank for rank in self._ranks if rank.joins and rank not in self._failed]
         if joined and self._replacing is not None:

@@ -105,7 +105,9 @@ class Generation:
     def survived(self) -> bool:
         """Return whether no rank has met a loss in the body; the same on all live ranks.
 
-        Collective: every rank calls it after the body.
+        Collective: every rank calls it after the body. A rank can have got through its last call
+        while another rank met the loss in the same call. If the first one ended here, the other
+        would go on alone, to other weights.
         """
         if not self._entered:
             raise InvalidArgumentError(
