@@ -78,7 +78,9 @@ def main(directory: Path, command: Sequence[str]) -> int:
     # When this process ends with a failure, mpiexec stops the other ranks. So wait for an order:
     # the other ranks first get time to report what they noticed.
     while _GO not in (order := _read(orders)) and order:
-        if signal.SIGKILL in order:  # the other ranks continue; mpiexec must see a dead process
+        # The other ranks continue. Open MPI reports to them only a process that dies by a signal.
+        # If this one ended with a code other than 0, or went on, they would wait for ever.
+        if signal.SIGKILL in order:
             os.kill(os.getpid(), signal.SIGKILL)
         select.select([orders], [], [])
     return code if code >= 0 else 128 - code

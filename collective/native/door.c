@@ -3,8 +3,9 @@
 
    A Method stands in front of a method in Python. It makes calls on plain arrays with plain
    arguments itself. It passes all other calls to the function in Python, before it has done
-   anything for them. Each rank decides for itself whether C or Python makes a call, since both run
-   the same plan of the same request.
+   anything for them. The function could ask for the door itself, but to enter a function in Python
+   takes almost half of a small call. Each rank decides for itself whether C or Python makes a call,
+   since both run the same plan of the same request.
 
    Communicators derive from Handle, which holds their path. Paths derive from Gate, which holds a
    Door for each kind of operation. Python opens and shuts the doors. C calls these methods of the

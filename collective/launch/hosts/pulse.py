@@ -14,8 +14,10 @@ __all__ = ["Knocks", "Pulse"]
 # A host that is silent for so long is gone, whatever its kernel answers.
 _SILENCE_S = 10.0
 # A host is cut off if its agent has been silent for five beats, and its kernel has answered none of
-# three knocks. Knocks begin after two beats without a sign of life. The figures are those of
-# docs/decisions/0252-silent-hosts.md.
+# three knocks. Knocks begin after two beats without a sign of life. Beats alone would not do: an
+# agent that is stopped or swapped out for a second sends none, while the kernel still answers. TCP
+# sends a lost beat again after about 0.2 s, and each knock is a connection of its own, so a lost
+# packet does not end a host. Ranks are left behind within two seconds (docs/measurements/hosts.md).
 _DOUBT_S, _CUT_OFF_S, _KNOCKS = 2 * BEAT_S, 5 * BEAT_S, 3
 
 
