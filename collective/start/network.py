@@ -172,6 +172,8 @@ def _is_link_local(address: str) -> bool:
 
 
 # -- getifaddrs(3): names, flags and addresses in one call -------------------------------------
+#
+# psutil lists the interfaces, too. It would be a dependency for this one call.
 
 
 class _Address(ctypes.Structure):

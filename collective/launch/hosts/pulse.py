@@ -17,7 +17,7 @@ _SILENCE_S = 10.0
 # three knocks. Knocks begin after two beats without a sign of life. Beats alone would not do: an
 # agent that is stopped or swapped out for a second sends none, while the kernel still answers. TCP
 # sends a lost beat again after about 0.2 s, and each knock is a connection of its own, so a lost
-# packet does not end a host. Ranks are left behind within two seconds (docs/measurements/hosts.md).
+# packet does not end a host. The other ranks go on within two seconds (docs/measurements/hosts.md).
 _DOUBT_S, _CUT_OFF_S, _KNOCKS = 2 * BEAT_S, 5 * BEAT_S, 3
 
 
