@@ -253,6 +253,8 @@ int is_kept(const struct core *core, PyObject *held, const struct view *view)
 {
     if (held == NULL || torch_of(core, view->array) == NULL)
         return is_there(core, view);
+    if (view->nbytes == 0) /* which address a tensor without elements has is not defined */
+        return 1;
     PyObject *storage = Py_IS_TYPE(held, core->hold_type) ? ((struct hold *)held)->storage : held;
     PyObject *data = PyObject_CallMethod(storage, "data_ptr", NULL);
     PyObject *length = data != NULL ? PyObject_CallMethod(storage, "nbytes", NULL) : NULL;

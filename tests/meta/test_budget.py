@@ -49,7 +49,7 @@ LINES = {
 }
 #: Numbers of things. Words are those of all Markdown files but the entries for the changelog.
 COUNTS = {
-    "lines of C": 7934,
+    "lines of C": 7936,
     "modules": 492,
     "names of the package": 75,
     "methods of Communicator": 37,
