@@ -47,7 +47,7 @@ static int done(PyObject *result)
 }
 
 /* Raises the exception for an array that has got other memory; returns -1. */
-static int moved(const Call *call)
+static int raise_moved(const Call *call)
 {
     return done(PyObject_CallMethod(call->over->python, "moved", "OOO", call->args[1],
                                     call->args[3], call->args[4]));
@@ -61,7 +61,7 @@ static int check_arrays(const Call *call)
     if ((call->src.array == NULL || is_kept(core, call->held[0], &call->src))
         && (call->dst.array == NULL || is_kept(core, call->held[1], &call->dst)))
         return 0;
-    return moved(call);
+    return raise_moved(call);
 }
 
 /* Exchanges bytes without the interpreter lock, for as long as there is progress. If another thread
@@ -183,7 +183,7 @@ static int run(Call *call, size_t nbytes)
         call->held[i] = views[i]->array != NULL ? hold_memory(core, views[i]->array) : NULL;
         there = there && (views[i]->array == NULL || is_there(core, views[i]));
     }
-    int failed = there ? 0 : moved(call);
+    int failed = there ? 0 : raise_moved(call);
     if (failed == 0)
         failed = drive(call);
     if (failed == 0 && x->pending)
