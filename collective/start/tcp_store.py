@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 import weakref
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence, Set
 
@@ -54,7 +55,29 @@ _serving: dict[tuple[str, int], tuple[bytes, Server]] = {}
 os.register_at_fork(after_in_child=_serving.clear)
 
 
-class TcpStore(Store):
+class _AskingStore(Store):
+    """Store whose values are those of a server, which answers questions."""
+
+    @abstractmethod
+    def _ask(self, kind: str, key: str, value: bytes | None = None) -> bytes | None:
+        """Return the answer to a question about a key."""
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ask("set", key, value)
+
+    def try_get(self, key: str) -> bytes | None:
+        return self._ask("get", key)
+
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
+        won = self._ask("put", key, value)
+        assert won is not None
+        return won
+
+    def delete(self, key: str) -> None:
+        self._ask("delete", key)
+
+
+class TcpStore(_AskingStore):
     """Connection of a rank to the store that rank 0 or the launcher serves.
 
     Args:
@@ -117,20 +140,6 @@ class TcpStore(Store):
         if self._server is None:
             return Counter(), Counter()
         return Counter(dict(self._server.mistaken)), Counter(dict(self._server.refused))
-
-    def set(self, key: str, value: bytes) -> None:
-        self._ask("set", key, value)
-
-    def try_get(self, key: str) -> bytes | None:
-        return self._ask("get", key)
-
-    def put_if_absent(self, key: str, value: bytes) -> bytes:
-        won = self._ask("put", key, value)
-        assert won is not None
-        return won
-
-    def delete(self, key: str) -> None:
-        self._ask("delete", key)
 
     def announced(self) -> Set[tuple[str, int]]:
         # A thread that is asking receives announcements, too.
@@ -324,7 +333,7 @@ class _LaunchersValues(Losses):
             return super().answer(message)
 
 
-class _OwnStore(Store):
+class _OwnStore(_AskingStore):
     """Store in the process that serves it."""
 
     def __init__(self, values: _LaunchersValues, endpoint: Endpoint) -> None:
@@ -333,20 +342,6 @@ class _OwnStore(Store):
 
     def __str__(self) -> str:
         return str(self._endpoint)
-
-    def set(self, key: str, value: bytes) -> None:
-        self._ask("set", key, value)
-
-    def try_get(self, key: str) -> bytes | None:
-        return self._ask("get", key)
-
-    def put_if_absent(self, key: str, value: bytes) -> bytes:
-        won = self._ask("put", key, value)
-        assert won is not None
-        return won
-
-    def delete(self, key: str) -> None:
-        self._ask("delete", key)
 
     def _ask(self, kind: str, key: str, value: bytes | None = None) -> bytes | None:
         question = {"kind": kind, "key": key, "number": 0, "value": (value or b"").hex()}

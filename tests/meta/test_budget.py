@@ -41,7 +41,7 @@ LINES = {
     "collective/memory": 2800,
     "collective/native": 552,
     "collective/platform": 972,
-    "collective/start": 5138,
+    "collective/start": 5133,
     "collective/testing": 7027,
     "collective/tools": 11702,
     "collective/trace": 793,
