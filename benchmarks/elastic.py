@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description="Measure the time to continue after a loss.")
     parser.add_argument("-n", type=count, default=3, metavar="N", help="ranks (default: 3)")
-    parser.add_argument("--backends", default="shm,gloo", help=f"of {','.join(_OURS)}")
+    parser.add_argument("--backends", default="shm,gloo,hierarchical", help=f"of {','.join(_OURS)}")
     parser.add_argument(
         "--mpi-python", metavar="FILE", help="for mpi: Python of an environment with Open MPI 5"
     )

@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--transports", default="threads,shm", help="(default: threads,shm)")
     parser.add_argument("--mpi", type=Path, help="folder with one environment for each MPI library")
     parser.add_argument("--sizes", default="1,2,3,4,5,8", help="(default: 1,2,3,4,5,8)")
-    parser.add_argument("--core", default="on", help="on, off, or on,off (default: on)")
+    parser.add_argument("--core", default="on,off", help="on, off, or on,off (default)")
     add_outputs(parser, earlier=True)
     options = parser.parse_args(arguments)
 

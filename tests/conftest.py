@@ -121,7 +121,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("slowest files")
         for file, taken in seconds.most_common(10):
             known = key(_TESTS.parent / file) in SLOW
-            # The order does not matter for a single file, as in ``make clients``.
+            # The order does not matter for a single file, as in ``make test-in ENV=clients``.
             late = taken > 60 and not known and len(seconds) > 1
             remark = "  (is not in SLOW of tests/support/selection.py)" if late else ""
             terminalreporter.line(f"{taken:7.1f} s  {file}{remark}")

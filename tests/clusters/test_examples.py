@@ -1,4 +1,4 @@
-"""The examples for submitit and Dask; ``make test-clusters`` installs both and runs this."""
+"""The examples for submitit and Dask; ``make test-in ENV=clusters`` installs both and runs this."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEADLINE_S = 200.0
 
 def needs(package: str) -> None:
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; `make test-clusters` does that")
+        pytest.skip(f"{package} is not installed; `make test-in ENV=clusters` does that")
 
 
 def printed_by(example: str, *arguments: object, folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 if importlib.util.find_spec("jax") is None:
-    pytest.skip("JAX is not installed; `make test-jax` does that", allow_module_level=True)
+    pytest.skip("JAX is not installed; `make test-in ENV=jax` does that", allow_module_level=True)
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Calls inside ``jit`` in the background; ``make test-jax`` installs JAX and runs this."""
+"""Calls inside ``jit`` in the background; ``make test-in ENV=jax`` installs JAX and runs this."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.support.interpreter import run_python
 
 if importlib.util.find_spec("jax") is None:
-    pytest.skip("JAX is not installed; `make test-jax` does that", allow_module_level=True)
+    pytest.skip("JAX is not installed; `make test-in ENV=jax` does that", allow_module_level=True)
 
 MISMATCH = "INTERNAL: MismatchError: all_reduce: the ranks made different calls"
 

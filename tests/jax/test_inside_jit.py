@@ -1,4 +1,4 @@
-"""Calls inside ``jit``; ``make test-jax`` installs JAX and runs this."""
+"""Calls inside ``jit``; ``make test-in ENV=jax`` installs JAX and runs this."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.support.interpreter import run_python
 
 if importlib.util.find_spec("jax") is None:
-    pytest.skip("JAX is not installed; `make test-jax` does that", allow_module_level=True)
+    pytest.skip("JAX is not installed; `make test-in ENV=jax` does that", allow_module_level=True)
 
 HERE = Path(__file__).parent
 DEADLINE_S = 250.0

@@ -16,7 +16,7 @@ import pytest
 from tests.support.interpreter import ROOT, run_python
 
 if importlib.util.find_spec("jax") is None:
-    pytest.skip("JAX is not installed; `make test-jax` does that", allow_module_level=True)
+    pytest.skip("JAX is not installed; `make test-in ENV=jax` does that", allow_module_level=True)
 
 VERSION = "0.9.1.post2"
 SHIM = Path(__file__).with_name("mpi4jax_shim")

@@ -15,7 +15,7 @@ from tests.docs.test_coming_from import Row, named, our_side, rows
 from tests.support.interpreter import ROOT, run_python
 
 if importlib.util.find_spec("jax") is None:
-    pytest.skip("JAX is not installed; `make test-jax` does that", allow_module_level=True)
+    pytest.skip("JAX is not installed; `make test-in ENV=jax` does that", allow_module_level=True)
 
 DEADLINE_S = 250.0
 

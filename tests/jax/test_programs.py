@@ -1,4 +1,4 @@
-"""Unmodified JAX programs over the transports; ``make test-jax`` installs JAX and runs this."""
+"""Unmodified JAX programs over the transports; ``make test-in ENV=jax`` runs this."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.launches import NOISE_S, PROMISED_S
 from tests.support.network_hosts import free_port
 
 if importlib.util.find_spec("jax") is None:
-    pytest.skip("JAX is not installed; `make test-jax` does that", allow_module_level=True)
+    pytest.skip("JAX is not installed; `make test-in ENV=jax` does that", allow_module_level=True)
 
 from collective.adapters.jax.xla import symbols
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 if importlib.util.find_spec("jax") is None:
-    pytest.skip("JAX is not installed; `make test-jax` does that", allow_module_level=True)
+    pytest.skip("JAX is not installed; `make test-in ENV=jax` does that", allow_module_level=True)
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ from collective.testing import RanksFailedError, run_ranks
 from tests.support.interpreter import ROOT, run_python
 
 needs_optax = pytest.mark.skipif(
-    importlib.util.find_spec("optax") is None, reason="needs optax; `make test-jax` installs it"
+    importlib.util.find_spec("optax") is None,
+    reason="needs optax; `make test-in ENV=jax` installs it",
 )
 
 

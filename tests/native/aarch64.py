@@ -1,4 +1,4 @@
-"""Command for ``make aarch64``: the native core and the kit over ``shm``, for AArch64 under QEMU.
+"""The native core and the kit over ``shm``, for AArch64: ``python -m tests.native.aarch64``.
 
 The folder ``.aarch64`` gets Debian's Python for arm64 and NumPy's wheel. Nothing is installed on
 the machine. Each part prints a line or a table. The command takes an hour or more on two cores.
@@ -242,7 +242,7 @@ def main() -> int:
         folder.mkdir(exist_ok=True)
         starter = make_system(folder) if "kit" in options.parts else None
     except MissingError as missing:
-        print(f"make aarch64: {missing}", file=sys.stderr)
+        print(f"aarch64: {missing}", file=sys.stderr)
         return 1
     if "emulator" in options.parts:
         wrong += try_emulator(folder, options.trials)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compiles musl, the C library of Alpine Linux, and CPython for it, into a folder. With this Python
 # the script makes this package's sdist and, from the sdist, a wheel with the tag musllinux. It
-# installs this wheel and NumPy's wheel for musl there:
+# installs this wheel and NumPy's wheel for musl there, and runs doctor and the conformance kit:
 #
 #     tests/native/musl.sh .musl
 #
@@ -83,3 +83,11 @@ cd "$root"
 PATH=$prefix/bin:$PATH "$python" -m auditwheel repair --wheel-dir "$prefix" "$build/package"/*.whl
 "$python" -m pip install --quiet --no-index --no-deps --force-reinstall \
     "$prefix"/collective_comm-*musllinux*.whl
+# Outside of the sources, so that Python imports the installed wheel.
+cd "$prefix"
+"$python" -m collective doctor
+for core in on off; do
+    for transport in shm threads; do
+        COLLECTIVE_NATIVE=$core "$python" -m collective.testing "$transport" --sizes 2,3
+    done
+done

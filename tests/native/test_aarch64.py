@@ -1,4 +1,4 @@
-"""Helpers of ``make aarch64``, which itself needs an emulator and an hour."""
+"""Helpers of ``tests.native.aarch64``, which itself needs an emulator and an hour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core in a free-threaded Python: ``make freethreaded`` builds one in ``.freethreaded``."""
+"""The core in a free-threaded Python: ``freethreaded.sh`` builds one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _BUILT = ROOT / ".freethreaded" / "bin" / "python3"
 PYTHON = Path(sys.executable) if sysconfig.get_config_var("Py_GIL_DISABLED") else _BUILT
 
 pytestmark = pytest.mark.skipif(
-    not PYTHON.exists(), reason="no free-threaded Python: make freethreaded builds one"
+    not PYTHON.exists(),
+    reason="no free-threaded Python: tests/native/freethreaded.sh .freethreaded builds one",
 )
 
 

@@ -1,7 +1,7 @@
 """The native core is compiled for musl, the C library of Alpine Linux, and its ranks run with it.
 
 The tests need musl-gcc (Debian's package musl-tools). They take no Python that was built for musl:
-the core is linked, and its protocols run in programs whose ranks are threads. ``make musl`` runs
+the core is linked, and its protocols run in programs whose ranks are threads. ``musl.sh`` runs
 the whole package in such a Python.
 """
 

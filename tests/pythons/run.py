@@ -1,4 +1,4 @@
-"""Program of ``make pythons``: test the package on each supported Python.
+"""Test the package on each supported Python: ``python3 tests/pythons/run.py [3.14 ...]``.
 
 The program finds each Python on this machine, or unpacks it from Debian's packages. It makes an
 environment in ``.pythons`` for each, installs the package with its native core, NumPy and the

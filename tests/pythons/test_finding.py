@@ -1,4 +1,4 @@
-"""The program of ``make pythons`` finds interpreters, says what is missing, and draws its table."""
+"""``tests/pythons/run.py`` finds interpreters, says what is missing, and draws its table."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Each supported Python of this machine compiles and imports the package from its sources.
 
-``make pythons`` runs many more tests, on all supported Pythons: see ``run.py``.
+``tests/pythons/run.py`` runs many more tests, on all supported Pythons: see ``run.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from tests.pythons.interpreters import FOLDER, ROOT, VERSIONS, find
 
-# An environment of ``make pythons`` has NumPy; other Pythons may have it.
+# An environment of ``tests/pythons/run.py`` has NumPy; other Pythons may have it.
 _COMPILE = """
 import pathlib, sys, warnings
 warnings.simplefilter("error")
@@ -42,7 +42,7 @@ def python(request: pytest.FixtureRequest) -> Path:
     """Return one Python of this machine; skip the test if it is not here, or is alone."""
     found = interpreter(request.param)
     if found is None:
-        pytest.skip(f"no Python {request.param} on this machine; `make pythons` unpacks it")
+        pytest.skip(f"no Python {request.param} on this machine; `tests/pythons/run.py` unpacks it")
     if sum(interpreter(version) is not None for version in VERSIONS) == 1:
         pytest.skip("there is only one Python on this machine: that of the other tests")
     return found

@@ -1,4 +1,4 @@
-"""Arrays that pass from actor to actor; ``make test-ray`` installs Ray and runs this."""
+"""Arrays that pass from actor to actor; ``make test-in ENV=ray`` installs Ray and runs this."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 if importlib.util.find_spec("ray") is None:
-    pytest.skip("Ray is not installed; `make test-ray` does that", allow_module_level=True)
+    pytest.skip("Ray is not installed; `make test-in ENV=ray` does that", allow_module_level=True)
 
 import ray
 import torch

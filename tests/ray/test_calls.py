@@ -1,4 +1,4 @@
-"""Ray's collective interface over our transports; ``make test-ray`` installs Ray and runs this."""
+"""Ray's collective interface over our transports; ``make test-in ENV=ray`` runs this."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 if importlib.util.find_spec("ray") is None:
-    pytest.skip("Ray is not installed; `make test-ray` does that", allow_module_level=True)
+    pytest.skip("Ray is not installed; `make test-in ENV=ray` does that", allow_module_level=True)
 
 import ray
 from ray.util import collective as col

@@ -1,4 +1,4 @@
-"""Actors that die or fail in a group; ``make test-ray`` installs Ray and runs this."""
+"""Actors that die or fail in a group; ``make test-in ENV=ray`` installs Ray and runs this."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 if importlib.util.find_spec("ray") is None:
-    pytest.skip("Ray is not installed; `make test-ray` does that", allow_module_level=True)
+    pytest.skip("Ray is not installed; `make test-in ENV=ray` does that", allow_module_level=True)
 
 import ray
 from ray.util import collective as col

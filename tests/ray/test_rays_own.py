@@ -2,7 +2,7 @@
 
 Ray's wheels do not have these tests. ``RAY_TESTS`` is their folder in a checkout of Ray::
 
-    make test-ray RAY_TESTS=~/ray/python/ray/util/collective/tests
+    make test-in ENV=ray RAY_TESTS=~/ray/python/ray/util/collective/tests
 
 The tests run from a copy, in which the backend's name is changed. The fixtures of
 ``rays_fixtures.py`` replace Ray's own ones. They start Ray and its actors once for all tests.
@@ -22,7 +22,7 @@ import pytest
 from tests.support.interpreter import run
 
 if importlib.util.find_spec("ray") is None:
-    pytest.skip("Ray is not installed; `make test-ray` does that", allow_module_level=True)
+    pytest.skip("Ray is not installed; `make test-in ENV=ray` does that", allow_module_level=True)
 
 TESTS = os.environ.get("RAY_TESTS", "")
 if not TESTS:

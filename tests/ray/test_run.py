@@ -1,4 +1,4 @@
-"""Functions on ranks that are actors of their own; ``make test-ray`` runs this."""
+"""Functions on ranks that are actors of their own; ``make test-in ENV=ray`` runs this."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 if importlib.util.find_spec("ray") is None:
-    pytest.skip("Ray is not installed; `make test-ray` does that", allow_module_level=True)
+    pytest.skip("Ray is not installed; `make test-in ENV=ray` does that", allow_module_level=True)
 
 import ray
 

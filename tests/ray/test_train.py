@@ -1,4 +1,4 @@
-"""Ray Train over our process group; ``make test-ray`` installs Ray and runs this."""
+"""Ray Train over our process group; ``make test-in ENV=ray`` installs Ray and runs this."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 if importlib.util.find_spec("ray") is None:
-    pytest.skip("Ray is not installed; `make test-ray` does that", allow_module_level=True)
+    pytest.skip("Ray is not installed; `make test-in ENV=ray` does that", allow_module_level=True)
 
 from tests.support.interpreter import run_python
 
