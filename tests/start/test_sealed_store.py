@@ -454,8 +454,18 @@ def test_secret_pickling_raises_type_error() -> None:
 # The program looks at everything that any process of this host can read of other processes.
 LOOKS = """
     import pathlib
+
+    def of_processes(name):
+        """Return what the file holds for each process, by its number, of those that still run."""
+        contents = {}
+        for path in pathlib.Path("/proc").glob("[0-9]*/" + name):
+            # A process of another test may end between the listing and the reading.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                contents[int(path.parts[2])] = path.read_bytes()
+        return contents
+
     secret = os.environ["COLLECTIVE_SECRET"]
-    lines = [each.read_bytes() for each in pathlib.Path("/proc").glob("[0-9]*/cmdline")]
+    lines = of_processes("cmdline").values()
     assert len(lines) > 2
     assert not any(secret.encode() in line for line in lines)
     directory = pathlib.Path(os.environ["COLLECTIVE_STORE"])
@@ -495,11 +505,11 @@ def test_collective_run_keeps_secret_from_mpiexec(
     body = (
         LOOKS
         + """
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
-        name = pathlib.Path(f"/proc/{pid}/comm").read_text().strip()
-        if name.startswith(("mpiexec", "hydra")):
-            assert secret.encode() not in pathlib.Path(f"/proc/{pid}/environ").read_bytes(), name
-            print("looked at", name)
+    environments = of_processes("environ")
+    for pid, name in of_processes("comm").items():
+        if name.startswith((b"mpiexec", b"hydra")) and pid in environments:
+            assert secret.encode() not in environments[pid], name
+            print("looked at", name.decode().strip())
     """
     )
     shown = printed(
