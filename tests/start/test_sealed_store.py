@@ -453,10 +453,12 @@ def test_secret_pickling_raises_type_error() -> None:
 
 # The program looks at everything that any process of this host can read of other processes.
 LOOKS = """
+    import contextlib
+    import os
     import pathlib
 
     def of_processes(name):
-        """Return what the file holds for each process, by its number, of those that still run."""
+        # What the file holds for each process that still runs, by its number.
         contents = {}
         for path in pathlib.Path("/proc").glob("[0-9]*/" + name):
             # A process of another test may end between the listing and the reading.
