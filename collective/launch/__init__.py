@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from collective.contract.secret import parse
-from collective.elastic.arrivals import Arrivals
+from collective.generations.arrivals import Arrivals
 from collective.platform import held_port
 from collective.start.connecting import failing, tell_ended
 from collective.start.resolver import in_directory

@@ -27,9 +27,9 @@ from collective.contract.backend import Backend
 from collective.contract.store import Store, WatchedStore
 from collective.contract.world import World
 from collective.deadline import Deadline
-from collective.elastic.joining import Joiner
-from collective.elastic.lineage import OF_PEERS, Lineage
 from collective.errors import ConfigError, PeerFailedError, RendezvousError
+from collective.generations.joining import Joiner
+from collective.generations.lineage import OF_PEERS, Lineage
 from collective.request import name_ranks
 
 __all__ = [

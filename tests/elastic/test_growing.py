@@ -23,7 +23,6 @@ from collective.communicator import Communicator
 from collective.contract.process import RankProcess
 from collective.contract.secret import Secret
 from collective.contract.world import World
-from collective.elastic.arrivals import Arrivals
 from collective.errors import (
     CollectiveTimeoutError,
     ConfigError,
@@ -32,6 +31,7 @@ from collective.errors import (
     RendezvousError,
     UnsupportedError,
 )
+from collective.generations.arrivals import Arrivals
 from collective.start.memory_store import MemoryStore
 from collective.start.sealed_store import seal
 from tests.contract.test_process import other  # noqa: F401  a fixture

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from collective.contract.secret import parse
-from collective.elastic.arrivals import Arrivals
+from collective.generations.arrivals import Arrivals
 from collective.start import certificates
 from collective.start.config import load
 from collective.start.connecting import failing, tell_ended
