@@ -453,16 +453,14 @@ def test_secret_pickling_raises_type_error() -> None:
 
 # The program looks at everything that any process of this host can read of other processes.
 LOOKS = """
-    import contextlib
-    import os
-    import pathlib
+    import contextlib, pathlib
 
     def of_processes(name):
-        # What the file holds for each process that still runs, by its number.
+        # The contents of this file of each process that this user may look at, by its number.
         contents = {}
         for path in pathlib.Path("/proc").glob("[0-9]*/" + name):
             # A process of another test may end between the listing and the reading.
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            with contextlib.suppress(OSError):
                 contents[int(path.parts[2])] = path.read_bytes()
         return contents
 
