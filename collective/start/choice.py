@@ -24,7 +24,7 @@ from .config import Config
 from .keys import by_device
 from .launchers import MPI_LAUNCHERS
 
-__all__ = ["Choice", "across", "choose", "gpus", "in_mpi_world", "installed"]
+__all__ = ["Choice", "across", "choose", "gpus", "in_mpi_world", "installed", "over_mpi"]
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -139,6 +139,12 @@ def in_mpi_world(settled: Config) -> bool:
     on_request = launched.launcher in ("slurm", "flux", "jsrun")
     on_request = on_request and bool({"PMI_RANK", "PMIX_RANK"} & set(os.environ))
     return launched.launcher in MPI_LAUNCHERS or on_request
+
+
+def over_mpi(settled: Config, chosen: Choice) -> bool:
+    """Return whether the transport ``chosen`` moves data between hosts over MPI."""
+    crossing = across(settled) if chosen.host == "hierarchical" else chosen.host
+    return crossing == "mpi"
 
 
 def installed(package: str) -> bool:

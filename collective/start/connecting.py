@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from collective.communicator import Communicator
 from collective.contract import registry
@@ -28,8 +28,8 @@ from collective.contract.store import Store, WatchedStore
 from collective.contract.world import World
 from collective.deadline import Deadline
 from collective.errors import ConfigError, PeerFailedError, RendezvousError
-from collective.generations.joining import Joiner
 from collective.generations.lineage import OF_PEERS, Lineage
+from collective.generations.succession import Joiner
 from collective.request import name_ranks
 
 __all__ = [
@@ -85,43 +85,48 @@ def connect(
         ConfigError: the trace of some rank cannot be written; raised on every rank.
     """
     kind = registry.find(backend) if isinstance(backend, str) else backend
-    if join:
-        alone = connect_alone(
-            world, partial(joined_by, kind),
-            timeout=timeout, check=check, trace=trace, shrink_grace=shrink_grace,
-            min_ranks=min_ranks,
-        )  # fmt: skip
-        with contextlib.closing(alone):
-            return alone.grow(timeout=start_timeout)
-    deadline = Deadline(start_timeout)
+    common: dict[str, Any] = {
+        "timeout": timeout, "check": check, "trace": trace, "shrink_grace": shrink_grace,
+        "min_ranks": min_ranks,
+    }  # fmt: skip
+    if not join:
+        return _connected(kind, world, Deadline(start_timeout), **common)
+    alone = connect_alone(world, partial(joined_by, kind), **common)
+    with contextlib.closing(alone):
+        return alone.grow(timeout=start_timeout)
+
+
+def _connected(
+    kind: type[Backend],
+    world: World,
+    deadline: Deadline,
+    *,
+    timeout: float,
+    check: str,
+    trace: str,
+    shrink_grace: float,
+    min_ranks: int,
+) -> Communicator:
+    """Connect the ranks of ``world`` by the transport ``kind``."""
     if world.launcher == "collective":
         transport, world = met(kind, world, deadline)
     else:
         transport = kind.connect(world, deadline)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(transport.close)
         lineage = Lineage.begin(transport, world, deadline, grace=shrink_grace, min_ranks=min_ranks)
         comm = Communicator(
-            transport,
-            lineage=lineage,
-            local_rank=world.local_rank,
-            local_size=world.local_size,
-            host=world.host,
-            timeout=timeout,
-            check=check,
-            open_to_others=world.open,
-        )
-    except BaseException:
-        transport.close()
-        raise
-    if trace:
-        # Imported here, so that programs without a trace run no code of it.
-        from collective.trace.traced import start_tracing
+            transport, lineage=lineage, local_rank=world.local_rank, local_size=world.local_size,
+            host=world.host, timeout=timeout, check=check, open_to_others=world.open,
+        )  # fmt: skip
+        undo.pop_all()
+        if trace:
+            # Imported here, so that programs without a trace run no code of it.
+            from collective.trace.traced import start_tracing
 
-        try:
+            undo.callback(comm.close)
             start_tracing(comm, trace)
-        except BaseException:
-            comm.close()
-            raise
+            undo.pop_all()
     return comm
 
 

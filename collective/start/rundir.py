@@ -25,7 +25,7 @@ from pathlib import Path
 
 from collective.errors import RendezvousError
 
-from .file_store import FileStore
+from .stores import FileStore
 
 __all__ = ["RunStore", "claim", "join", "leave"]
 

@@ -26,7 +26,7 @@ from collective.launch.ranks import Job, Participant, Ranks, Starter
 from collective.launch.thread_starter import ThreadStarter
 from collective.start import session
 from collective.start.connecting import met, tell_ended
-from collective.start.file_store import FileStore
+from collective.start.stores import FileStore
 
 from .faults import Fault, FaultyBackend, RankKilled
 

@@ -32,8 +32,7 @@ from collective.errors import (
     UnsupportedError,
 )
 from collective.generations.arrivals import Arrivals
-from collective.start.memory_store import MemoryStore
-from collective.start.sealed_store import seal
+from collective.start.stores import MemoryStore, seal
 from tests.contract.test_process import other  # noqa: F401  a fixture
 from tests.elastic.test_shrinking import FAR_S, alone, on_threads
 from tests.support.interpreter import run_together

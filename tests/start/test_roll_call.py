@@ -12,9 +12,8 @@ import pytest
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 from collective.start.connecting import refuse_ended, tell_ended
-from collective.start.memory_store import MemoryStore
-from collective.start.met_ranks import Place
-from collective.start.roll_call import Card, call_roll
+from collective.start.meeting import Card, Place, call_roll
+from collective.start.stores import MemoryStore
 
 CARD = Card(2, "host", "1.0", "actor")
 
