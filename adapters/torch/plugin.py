@@ -24,7 +24,7 @@ from collective import trace
 from collective.communicator import Communicator
 from collective.contract.world import World
 from collective.deadline import Deadline
-from collective.start.choice import Choice, choose, over_mpi
+from collective.start.choice import Choice, choose
 from collective.start.config import Config, load, settings
 from collective.start.launchers import detect
 from collective.start.meeting import connect_met
@@ -124,7 +124,7 @@ def _subgroup(members: list[int], config: Config, chosen: Choice) -> Communicato
 
     A subset of an MPI world cannot.
     """
-    world = _world_group() if members and over_mpi(config, chosen) else None
+    world = _world_group() if members and chosen.over_mpi else None
     if world is None:
         return None
     subgroup: Communicator = world.comm.group(members)

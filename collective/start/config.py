@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from collective import native
 from collective.contract.secret import Secret
 from collective.errors import ConfigError
 
@@ -121,6 +122,19 @@ class Config:
         if self.secret is None and self.secret_file:
             return config_file.read_secret(self.secret_file, self.origin("secret_file"))
         return self.secret
+
+    def name_libraries(self) -> None:
+        """Apply the settings of libraries and of the native core to this whole process.
+
+        Each library is loaded once in a process. The loaders read its path from the environment,
+        since they also work without settings. The native core is switched off if the settings ask
+        for it.
+        """
+        for key in ("cuda_library", "nccl_library"):
+            if getattr(self, key):
+                os.environ[_variable(key)] = getattr(self, key)
+        if self.origin("native") != "default":
+            native.switch(self.native == "on")
 
     def of_communicator(self) -> dict[str, Any]:
         """Return the settings that :func:`collective.connect` takes, except ``start_timeout``."""

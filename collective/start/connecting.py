@@ -84,22 +84,22 @@ def connect(
         UnsupportedError: ``check="results"`` with a transport that enqueues calls on GPUs.
         ConfigError: the trace of some rank cannot be written; raised on every rank.
     """
-    kind = registry.find(backend) if isinstance(backend, str) else backend
     common: dict[str, Any] = {
         "timeout": timeout, "check": check, "trace": trace, "shrink_grace": shrink_grace,
         "min_ranks": min_ranks,
     }  # fmt: skip
     if not join:
-        return _connected(kind, world, Deadline(start_timeout), **common)
+        return _connected(world, backend, start_timeout, **common)
+    kind = registry.find(backend) if isinstance(backend, str) else backend
     alone = connect_alone(world, partial(joined_by, kind), **common)
     with contextlib.closing(alone):
         return alone.grow(timeout=start_timeout)
 
 
 def _connected(
-    kind: type[Backend],
     world: World,
-    deadline: Deadline,
+    backend: str | type[Backend],
+    start_timeout: float,
     *,
     timeout: float,
     check: str,
@@ -107,7 +107,9 @@ def _connected(
     shrink_grace: float,
     min_ranks: int,
 ) -> Communicator:
-    """Connect the ranks of ``world`` by the transport ``kind``."""
+    """Connect the ranks of ``world``; see :func:`connect`."""
+    kind = registry.find(backend) if isinstance(backend, str) else backend
+    deadline = Deadline(start_timeout)
     if world.launcher == "collective":
         transport, world = met(kind, world, deadline)
     else:

@@ -36,7 +36,7 @@ from .choice import Choice, choose
 from .config import Config, load
 from .connecting import connect
 from .rendezvous import Endpoint
-from .resolver import describe, name_libraries
+from .resolver import describe
 from .stores import seal
 
 __all__ = ["Card", "Place", "call_roll", "connect_met", "host_id"]
@@ -110,7 +110,7 @@ def connect_met(
         )
         config = replace(config, local_rank=local_rank, local_size=local_size)
         config.warn_of_refused()
-        name_libraries(config)
+        config.name_libraries()
         chosen = choose(config)
         comm = instead(config, chosen)
         if comm is None:

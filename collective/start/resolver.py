@@ -9,10 +9,8 @@ import secrets
 import socket
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
-from collective import native
 from collective.contract.secret import REMEDY, Secret
 from collective.contract.store import PrefixedStore, Store
 from collective.contract.world import Tls, World
@@ -28,11 +26,10 @@ from .network import address_of, address_toward, is_loopback, own_address
 from .rendezvous import Endpoint, from_environment, from_url
 from .rundir import RunStore
 from .stores import FileStore, LateStore, seal
-from .tcp_store import StoreServer, TcpStore
+from .tcp_store import TcpStore
 
 __all__ = [
-    "adopt", "at_server", "build", "describe", "in_directory", "name_libraries", "of_run",
-    "options", "own_address_toward",
+    "adopt", "build", "describe", "of_run", "own_address_toward",
 ]  # fmt: skip
 
 
@@ -149,28 +146,13 @@ def describe(
     return World(
         config.rank, config.size, config.local_rank, config.local_size, socket.gethostname(),
         launched.launcher if launched else "none", job, store,
-        {**options(config), **chosen.options}, _address(config, toward),
+        chosen.options, _address(config, toward),
         secret=secret, open=is_open, tls=tls,
     )  # fmt: skip
 
 
-def in_directory(directory: Path, secret: Secret) -> Store:
-    """Return the store in ``directory``, for ranks that `collective run` has started."""
-    return seal(FileStore(directory), secret.within(_BY_HAND))
-
-
-def at_server(server: StoreServer, secret: Secret) -> Store:
-    """Return the store of ``server``, for ranks that `collective run` has started.
-
-    Args:
-        server: server whose secret was made by :func:`of_run`.
-        secret: secret of the run.
-    """
-    return seal(server.store(), of_run(secret))
-
-
 def of_run(secret: Secret) -> Secret:
-    """Return the secret with which ranks that `collective run` has started meet."""
+    """Return the secret that seals the store of ranks that `collective run` has started."""
     return secret.within(_BY_HAND)
 
 
@@ -183,43 +165,12 @@ def adopt(comm: Any, config: Config, chosen: Choice, world: World) -> World:
         chosen: the transport.
         world: world that :func:`collective.start.mpi_world.world_of` returned for ``comm``.
     """
-    across = {"across": "mpi"} if config.across == "auto" else {}
     secret = config.resolved_secret()
     secret = secret and secret.within(world.job)
     return replace(
-        world, comm=comm, options={**options(config), **across, **chosen.options},
-        address=_address(config, None),
+        world, comm=comm, options=chosen.options, address=_address(config, None),
         store=seal(world.store, secret), secret=secret, tls=certificates.resolve(config),
     )  # fmt: skip
-
-
-def options(config: Config) -> dict[str, str]:
-    """Return the settings that only single transports use."""
-    values = {
-        "shm_single_copy": config.shm_single_copy,
-        "shm_adopt": config.shm_adopt,
-        "interface": config.interface,
-        "across": choice.across(config),
-    }
-    if config.device is not None:
-        values["device"] = str(config.device)
-    if config.nccl_library:
-        values["nccl_library"] = config.nccl_library
-    return values
-
-
-def name_libraries(config: Config) -> None:
-    """Apply the settings of libraries and of the native core to this whole process.
-
-    Each library is loaded once in a process. The loaders read its path from the environment,
-    since they also work without settings. The native core is switched off if the settings ask
-    for it.
-    """
-    for key in ("cuda_library", "nccl_library"):
-        if getattr(config, key):
-            os.environ[f"COLLECTIVE_{key.upper()}"] = getattr(config, key)
-    if config.origin("native") != "default":
-        native.switch(config.native == "on")
 
 
 def _endpoint(config: Config, launched: Launched | None) -> Endpoint | None:
@@ -268,7 +219,7 @@ def _nowhere(config: Config) -> ConfigError:
 def _meets_over_mpi(config: Config, chosen: Choice) -> bool:
     """Return whether ranks of several hosts meet over MPI itself."""
     under_mpiexec = config.launched is not None and config.launched.launcher in MPI_LAUNCHERS
-    return choice.in_mpi_world(config) and (under_mpiexec or choice.over_mpi(config, chosen))
+    return choice.in_mpi_world(config) and (under_mpiexec or chosen.over_mpi)
 
 
 def _unreachable(config: Config, over_mpi: bool) -> NoReturn:

@@ -39,7 +39,7 @@ from .config import settings as collect
 from .connecting import connect, connect_alone, joined_by, tell_failing
 from .keys import KEYS
 from .launchers import Launched, names_of_place
-from .resolver import adopt, build, name_libraries, options
+from .resolver import adopt, build
 from .rundir import claim
 
 __all__ = [
@@ -111,15 +111,11 @@ def init(
         RuntimeWarning: a settings file was not read, since another user could have written it.
     """
     arguments = {"backend": backend, "rank": rank, "size": size, "timeout": timeout, **settings}
-    communicator, settled = _begin(arguments, comm)
-    set_current(communicator)
-    _see_to(communicator)
-    dump_on_signal(settled.dump_signal)
-    return communicator
+    return _begin(arguments, comm)
 
 
-def _begin(arguments: dict[str, object], comm: object) -> tuple[Communicator, Config]:
-    """Return the communicator for the arguments of :func:`init`, and all settings."""
+def _begin(arguments: dict[str, object], comm: object) -> Communicator:
+    """Return the communicator for the arguments of :func:`init`, now the current one."""
     world: World | None = getattr(_of_thread, "world", None)
     as_thread = world is not None
     if comm is not None:
@@ -131,7 +127,7 @@ def _begin(arguments: dict[str, object], comm: object) -> tuple[Communicator, Co
         )  # fmt: skip
     settled = load(arguments)
     settled.warn_of_refused()
-    name_libraries(settled)
+    settled.name_libraries()
     with contextlib.ExitStack() as opened:
         # A process that joins other ranks gets its number from them.
         if not as_thread and settled.join != "on":
@@ -145,14 +141,16 @@ def _begin(arguments: dict[str, object], comm: object) -> tuple[Communicator, Co
             world = adopt(comm, settled, chosen, world)
         else:
             _check_threads(settled, chosen)
-            world = replace(world, options={**options(settled), **chosen.options})
+            world = replace(world, options=chosen.options)
         if not as_thread:
             opened.callback(world.store.close)
         communicator = _connected(world, chosen, settled)
-        communicator.succession.at_end.append(opened.pop_all().close)
+        _see_to(communicator, opened.pop_all().close)
     if not as_thread and world.launcher == "collective" and settled.join == "off":
         _Ending.launcher = world.rank, world.store
-    return communicator, settled
+    set_current(communicator)
+    dump_on_signal(settled.dump_signal)
+    return communicator
 
 
 def _connected(world: World, chosen: Choice, settled: Config) -> Communicator:
@@ -208,8 +206,10 @@ def take_place(
     Raises:
         ConfigError: another process of this host has the place.
     """
+    if not where or size == 1:
+        return lambda: None
     try:
-        return claim(names_of_place(rank, size, where, launched) if where and size > 1 else ())
+        return claim(names_of_place(rank, size, where, launched))
     except BlockingIOError:
         raise ConfigError(
             f"{caller}: rank {rank} of {size} is another process, which is still connected, and "
@@ -222,12 +222,19 @@ def take_place(
         ) from None
 
 
-def _see_to(comm: Communicator) -> None:
-    """Register ``comm`` to be closed at the end, and each of its next generations as well."""
+def _see_to(comm: Communicator, *at_end: Callable[[], None]) -> None:
+    """Register ``comm`` to be closed at the end, and each of its next generations as well.
+
+    Args:
+        comm: the communicator.
+        at_end: functions to call when its last generation closes.
+    """
     tell_at_exit(comm)
     if getattr(_of_thread, "world", None) is not None:
         _of_thread.opened.append(comm)
-    comm.succession.on_next = functools.partial(_succeed, weakref.ref(comm))
+    succession = comm.succession
+    succession.on_next = functools.partial(_succeed, weakref.ref(comm))
+    succession.at_end += at_end
 
 
 def _succeed(before: weakref.ref[Communicator], comm: Communicator) -> None:
