@@ -113,15 +113,20 @@ class Config:
         value = getattr(self, key)
         return str(value) if KEYS[key].hidden and value is not None else value
 
-    def resolved_secret(self) -> Secret | None:
+    def resolved_secret(self, *context: str) -> Secret | None:
         """Return the job's secret, from ``secret`` or else ``secret_file``; None without either.
+
+        Args:
+            context: if given, what the ranks of one meeting share with no other. The result is
+                the secret of this meeting.
 
         Raises:
             ConfigError: the secret file is not trusted, missing, or has a wrong length.
         """
-        if self.secret is None and self.secret_file:
-            return config_file.read_secret(self.secret_file, self.origin("secret_file"))
-        return self.secret
+        secret = self.secret
+        if secret is None and self.secret_file:
+            secret = config_file.read_secret(self.secret_file, self.origin("secret_file"))
+        return secret.within(*context) if secret is not None and context else secret
 
     def name_libraries(self) -> None:
         """Apply the settings of libraries and of the native core to this whole process.

@@ -76,18 +76,17 @@ def connect_met(
     """Meet the other ranks in a store of their framework, and return the communicator.
 
     The transport and the other settings come from ``COLLECTIVE_*`` variables and files, as for
-    :func:`collective.init`. Afterwards the ranks use keys of their own in the store, below the
-    name of the job.
+    :func:`collective.init`.
 
     Args:
         store: store of the framework whose keys are those of ranks that meet here.
         rank, size: number of this process, and of processes.
-        context: what the ranks of this meeting share with no other, for the secret of the job.
-        toward: function that returns an address that all hosts reach, or None. The host's own
-            address is chosen by it.
+        context: as for :meth:`.Config.resolved_secret`.
+        toward: function that returns an address that all hosts reach, for the choice of this
+            host's address; or None.
         label: what this process is, for errors.
-        place: the function that the program called, and what only these ranks share, for
-            :func:`.session.take_place`; None if other ranks may have the same place.
+        place: caller and where, as for :func:`.session.take_place`; None if ranks of another
+            meeting may have the same place.
         look: called repeatedly while the ranks meet; raises if some rank will not come.
         instead: function that returns another communicator to use, or None.
         settings: settings that replace those of variables and files.
@@ -97,10 +96,8 @@ def connect_met(
             number or in their versions.
         ConfigError, BackendUnavailableError: as for :func:`collective.init`.
     """
-    numbers = {"rank": rank, "size": size, "local_rank": 0, "local_size": 1}
-    config = load({**numbers, **settings})
-    secret = config.resolved_secret()
-    secret = secret and secret.within(*context)
+    config = load({"rank": rank, "size": size, "local_rank": 0, "local_size": 1, **settings})
+    secret = config.resolved_secret(*context)
     with contextlib.ExitStack() as opened:
         if place is not None:
             opened.callback(session.take_place(place[0], rank, size, place[1], config.launched))

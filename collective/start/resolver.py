@@ -63,8 +63,7 @@ def build(config: Config, chosen: Choice) -> World:
     # agent may outlive a launch, so the launches that use the server need different names.
     by_name = config.launched is not None and config.launched.launcher in ("torchrun", "slurm")
     name = str(config.launched.job) if config.launched and by_name else _BY_HAND
-    secret = config.resolved_secret()
-    secret = secret and secret.within(name)
+    secret = config.resolved_secret(name)
     tls = certificates.resolve(config)
     spans_hosts = config.store is None and config.local_size < config.size
     over_mpi = spans_hosts and _meets_over_mpi(config, chosen)
@@ -165,8 +164,7 @@ def adopt(comm: Any, config: Config, chosen: Choice, world: World) -> World:
         chosen: the transport.
         world: world that :func:`collective.start.mpi_world.world_of` returned for ``comm``.
     """
-    secret = config.resolved_secret()
-    secret = secret and secret.within(world.job)
+    secret = config.resolved_secret(world.job)
     return replace(
         world, comm=comm, options=chosen.options, address=_address(config, None),
         store=seal(world.store, secret), secret=secret, tls=certificates.resolve(config),
