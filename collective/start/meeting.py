@@ -39,20 +39,10 @@ from .rendezvous import Endpoint
 from .resolver import describe
 from .stores import seal
 
-__all__ = ["Card", "Place", "call_roll", "connect_met", "host_id"]
+__all__ = ["Card", "call_roll", "connect_met", "host_id"]
 
 # Least and longest time between two looks at the store. A thousand ranks may poll one server.
 _PAUSE_S, _PAUSE_MOST_S = 0.002, 0.02
-
-
-class Place(NamedTuple):
-    """Place of this process among the ranks; see :class:`~collective.contract.world.World`."""
-
-    job: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
 
 
 def host_id() -> str:
@@ -102,7 +92,7 @@ def connect_met(
         if place is not None:
             opened.callback(session.take_place(place[0], rank, size, place[1], config.launched))
         roll = seal(PrefixedStore(store, "roll/"), secret)
-        job, *_, local_rank, local_size = call_roll(
+        job, local_rank, local_size = call_roll(
             roll, rank, Card.of(size, label), Deadline(config.start_timeout), look
         )
         config = replace(config, local_rank=local_rank, local_size=local_size)
@@ -165,8 +155,8 @@ def call_roll(
     card: Card,
     deadline: Deadline,
     look: Callable[[], object] = lambda: None,
-) -> Place:
-    """Meet the other members and return this rank's place.
+) -> tuple[str, int, int]:
+    """Meet the other members.
 
     Args:
         store: store whose keys are those of groups with this name.
@@ -175,19 +165,22 @@ def call_roll(
         deadline: moment by which all members must have come.
         look: called repeatedly meanwhile; raises if some member will not come.
 
+    Returns:
+        A unique name of the members, this rank's local rank, and its host's number of ranks.
+
     Raises:
         RendezvousError: not all members came in time, two members have one rank, or the members
             differ in their number of ranks or in their versions.
     """
     if card.size == 1:
-        return Place(secrets.token_hex(8), 0, 1, 0, 1)
+        return secrets.token_hex(8), 0, 1
     call = _RollCall(store, rank, card._replace(token=secrets.token_hex(8)), deadline, look)
     call.publish()
-    place = call.lead() if rank == 0 else call.follow()
+    meeting = call.lead() if rank == 0 else call.follow()
     # A card whose author failed stays: until then the other members must not miss its author. The
     # next leader replaces or ignores it.
     store.delete(_card(rank))
-    return place
+    return meeting
 
 
 def _card(rank: int) -> str:
@@ -211,7 +204,7 @@ class _RollCall:
         """Publish this member's card."""
         self.store.set(_card(self.rank), json.dumps(self.card).encode())
 
-    def lead(self) -> Place:
+    def lead(self) -> tuple[str, int, int]:
         """Publish lists until the members have accepted one."""
         cards: list[Card | None] = []
         job, strange, error = "", 0, ""
@@ -231,7 +224,7 @@ class _RollCall:
                 return self._place(job, cards)
             self._pause(latest)
 
-    def follow(self) -> Place:
+    def follow(self) -> tuple[str, int, int]:
         """Accept the lists that have this member's token, until the leader starts one."""
         job, cards = "", []
         while True:
@@ -287,11 +280,11 @@ class _RollCall:
         time.sleep(self.pause)
         self.pause = min(self.pause * 1.5, _PAUSE_MOST_S)
 
-    def _place(self, job: str, cards: Sequence[Card | None]) -> Place:
+    def _place(self, job: str, cards: Sequence[Card | None]) -> tuple[str, int, int]:
         hosts = [card.host for card in cards if card is not None]
         host = hosts[self.rank]
         local_rank = hosts[: self.rank].count(host)
-        return Place(job, self.rank, len(cards), local_rank, hosts.count(host))
+        return job, local_rank, hosts.count(host)
 
 
 def _difference(cards: Sequence[Card | None]) -> tuple[int, str]:

@@ -105,6 +105,17 @@ def test_choose_with_invalid_device_list_raises_config_error(backend: str, words
 
 
 @pytest.mark.parametrize(
+    ("backend", "across", "over_mpi"),
+    [("mpi", "gloo", True), ("hierarchical", "mpi", True), ("hierarchical", "gloo", False),
+     ("shm", "mpi", False), ("cpu:mpi,cuda:nccl", "gloo", True)],
+)  # fmt: skip
+def test_choice_is_over_mpi_if_mpi_moves_data_between_hosts(
+    backend: str, across: str, over_mpi: bool
+) -> None:
+    assert chosen({}, backend=backend, across=across).over_mpi == over_mpi
+
+
+@pytest.mark.parametrize(
     ("environ", "packages", "name", "crossing"),
     [
         (mpich(1, 2, 0, 1), ("mpi4py", "torch"), "mpi", "mpi"),
