@@ -34,10 +34,8 @@ from collective.errors import (
 )
 
 from .choice import Choice, choose
-from .config import Config, Setting, load
-from .config import settings as collect
+from .config import Config, load
 from .connecting import connect, connect_alone, joined_by, tell_failing
-from .keys import KEYS
 from .launchers import Launched, names_of_place
 from .resolver import adopt, build
 from .rundir import claim
@@ -266,7 +264,7 @@ def _world_of(comm: Any, arguments: Mapping[str, object], as_thread: bool) -> Wo
         )
     # Check the settings before world_of() sends anything: if this rank raised later, the other
     # ranks would wait for it.
-    collected = collect(arguments)
+    settled = load({**arguments, "rank": 0, "size": 1, "local_rank": 0, "local_size": 1})
     conflicts = [key for key in _DECIDED_BY_COMM if arguments.get(key) is not None]
     if conflicts:
         raise InvalidArgumentError(
@@ -280,9 +278,7 @@ def _world_of(comm: Any, arguments: Mapping[str, object], as_thread: bool) -> Wo
         )
     from .mpi_world import world_of
 
-    default = Setting(KEYS["start_timeout"].default, "default")
-    world: World = world_of(comm, timeout=collected.get("start_timeout", default).value)
-    return world
+    return world_of(comm, timeout=settled.start_timeout)
 
 
 def settings() -> Config:
