@@ -38,7 +38,7 @@ from collective.errors import RendezvousError
 from .network import interfaces, is_loopback
 from .rendezvous import Endpoint
 
-__all__ = ["CONNECT_S", "StoreServer", "TcpStore", "reach"]
+__all__ = ["CONNECT_S", "StoreServer", "TcpStore", "listen", "reach"]
 
 #: Seconds for one connection attempt. This is longer than a connection across the world takes;
 #: a lost packet costs a second.
@@ -131,7 +131,7 @@ class TcpStore(_AskingStore):
         return str(self._endpoint)
 
     def has_ended(self) -> bool:
-        return _refuses(self._endpoint)
+        return refuses(self._endpoint)
 
     def refusals(self) -> tuple[Counter[str], Counter[str]] | None:
         if self._server is None:
@@ -284,7 +284,7 @@ class StoreServer:
     """
 
     def __init__(self, host: str, secret: Secret, tls: Tls | None = None) -> None:
-        listening = _listen(Endpoint(host, 0, "the launcher's address"), not is_loopback(host))
+        listening = listen(Endpoint(host, 0, "the launcher's address"), not is_loopback(host))
         assert listening is not None  # port 0 is never in use
         close_in_children(listening)
         self.endpoint = Endpoint(host, listening.getsockname()[1], "the launcher's address")
@@ -370,7 +370,7 @@ def _serve(endpoint: Endpoint, key: bytes, spans_hosts: bool, tls: Tls | None) -
                 "ranks."
             )
         return server
-    listening = _listen(endpoint, spans_hosts)
+    listening = listen(endpoint, spans_hosts)
     if listening is None:
         raise RendezvousError(
             f"rendezvous: port {endpoint.port} of {endpoint.host} ({endpoint.origin}) is in use on "
@@ -396,7 +396,7 @@ def _room() -> int:
 # -- sockets -------------------------------------------------------------------------------
 
 
-def _listen(endpoint: Endpoint, spans_hosts: bool) -> socket.socket | None:
+def listen(endpoint: Endpoint, spans_hosts: bool) -> socket.socket | None:
     """Return a socket that listens at ``endpoint`` and nowhere else; None if the port is in use.
 
     Args:
@@ -444,7 +444,7 @@ def _resolve(endpoint: Endpoint) -> list[tuple[socket.AddressFamily, str]]:
     return [(family, str(address[0])) for family, *_, address in found]
 
 
-def _refuses(endpoint: Endpoint) -> bool:
+def refuses(endpoint: Endpoint) -> bool:
     """Return whether no process listens at ``endpoint`` any more: its host refuses connections.
 
     False after any other answer, and without an answer: the server may still be alive.
