@@ -13,31 +13,24 @@ and the import is not needed. ``COLLECTIVE_BACKEND`` selects the transport, as f
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import itertools
 import os
-import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from collective import trace
 from collective.communicator import Communicator
-from collective.contract.recorder import dump_on_signal
-from collective.contract.secret import Secret
-from collective.contract.store import Store
 from collective.contract.world import World
 from collective.deadline import Deadline
-from collective.start import certificates, choice, resolver, session
-from collective.start.config import Config, load, secret_of, settings
-from collective.start.connecting import connect
+from collective.start.choice import Choice, choose
+from collective.start.config import Config, load, settings
 from collective.start.launchers import detect
-from collective.start.meeting import meet
+from collective.start.meeting import connect_met
 from collective.start.network import own_address
 from collective.start.rendezvous import from_environment
-from collective.start.resolver import address, name_libraries, options, warn_of_open
-from collective.start.sealed_store import seal
+from collective.start.resolver import build
 from collective.start.torch_store import TorchStore
 
 if TYPE_CHECKING:
@@ -58,14 +51,27 @@ def create(given: Any, more: Any = None) -> ProcessGroup:
     """
     from .process_group import ProcessGroup
 
-    rank, size = given.group_rank, given.group_size
-    with contextlib.ExitStack() as opened:
-        if not given.global_ranks_in_group:  # the default group, which comes first
-            where = _where(given.store)
-            opened.callback(session.take_place("init_process_group", rank, size, where))
-        comm = _connected(given)
-        comm.succession.at_end.append(opened.pop_all().close)
-    session.tell_at_exit(comm)
+    found = settings({})
+    if "trace" in found and found["trace"].value:
+        _trace_steps()
+    members = list(given.global_ranks_in_group)
+    seconds = given.timeout.total_seconds()
+    default = importlib.import_module("torch.distributed.constants").default_pg_timeout
+    # A configured timeout replaces torch's default, but no timeout that the program has set.
+    is_configured = given.timeout == default and "timeout" in found
+    comm = connect_met(
+        TorchStore(given.store),
+        given.group_rank,
+        given.group_size,
+        context=("torch.distributed", given.group_id),
+        toward=lambda config: from_environment(os.environ, config.launched),
+        label="a process of torch.distributed",
+        # Other groups than the default group, which comes first, may have the same place.
+        place=None if members else ("init_process_group", _where(given.store)),
+        instead=functools.partial(_subgroup, members),
+        start_timeout=seconds,
+        timeout=None if is_configured else seconds,
+    )
     return ProcessGroup(comm, given.store)
 
 
@@ -78,16 +84,6 @@ def _where(store: Any) -> str:
     return str(getattr(store, "path", ""))
 
 
-def _connected(given: Any) -> Communicator:
-    secret = secret_of(settings({}))
-    if secret is not None:
-        secret = secret.within("torch.distributed", given.group_id)
-    return _communicator(
-        seal(TorchStore(given.store), secret), secret, given.group_rank, given.group_size,
-        given.timeout, list(given.global_ranks_in_group),
-    )  # fmt: skip
-
-
 def launched_rank() -> tuple[int, int] | None:
     """Return rank and size as the launcher of this process says; None if it was not launched."""
     launched = detect(os.environ)
@@ -97,7 +93,8 @@ def launched_rank() -> tuple[int, int] | None:
 @functools.cache
 def _launched_world() -> World:
     # Kept until the process ends: the directory of a store goes with the last rank that uses it.
-    return resolver.build(load({}))
+    config = load({})
+    return build(config, choose(config))
 
 
 def rendezvous(timeout: timedelta, **_: Any) -> tuple[Any, int, int]:
@@ -122,49 +119,17 @@ def rendezvous(timeout: timedelta, **_: Any) -> tuple[Any, int, int]:
     return store, world.rank, world.size
 
 
-def _communicator(
-    meeting: Store,
-    secret: Secret | None,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    members: list[int],
-) -> Communicator:
-    seconds = timeout.total_seconds()
-    identity = {"rank": rank, "size": size}
-    job, local_rank, local_size = meet(meeting, "torch", rank, size, Deadline(seconds))
-    identity.update(local_rank=local_rank, local_size=local_size)
-    config = load(identity)
-    config.warn_of_refused()
-    name_libraries(config)
-    dump_on_signal(config.dump_signal)
-    chosen = choice.choose(config)
-    if members and _over_mpi(chosen):
-        world_group = _world_group()
-        if world_group is not None:
-            # A subset of an MPI world cannot connect on its own. It needs a group of the world's
-            # communicator.
-            subgroup: Communicator = world_group.comm.group(members)
-            subgroup.timeout = _deadline(config, timeout)
-            return subgroup
-    open_ = secret is None and local_size < size
-    if open_:
-        warn_of_open(config, str(meeting))
-    needs_address = local_size < size and not config.interface
-    endpoint = from_environment(os.environ, config.launched) if needs_address else None
-    world = World(
-        rank, size, local_rank, local_size, socket.gethostname(),
-        config.launched.launcher if config.launched else "none",
-        job, meeting, {**options(config), **chosen.options}, address(config, endpoint),
-        secret=secret, open=open_, tls=certificates.resolve(config),
-    )  # fmt: skip
-    if config.trace:
-        _trace_steps()
-    return connect(
-        world, chosen.name,
-        timeout=_deadline(config, timeout), start_timeout=seconds, check=config.check,
-        trace=config.trace,
-    )  # fmt: skip
+def _subgroup(members: list[int], config: Config, chosen: Choice) -> Communicator | None:
+    """Return a group of the world's communicator if the group cannot connect on its own.
+
+    A subset of an MPI world cannot.
+    """
+    world = _world_group() if members and chosen.over_mpi else None
+    if world is None:
+        return None
+    subgroup: Communicator = world.comm.group(members)
+    subgroup.timeout = config.timeout
+    return subgroup
 
 
 @functools.cache
@@ -174,26 +139,9 @@ def _trace_steps() -> None:
     optimizers.register_optimizer_step_post_hook(lambda *_: trace.step("optimizer"))
 
 
-def _over_mpi(chosen: choice.Choice) -> bool:
-    names = {chosen.name, chosen.host}
-    return "mpi" in names or ("hierarchical" in names and chosen.options.get("across") == "mpi")
-
-
 def _world_group() -> ProcessGroup | None:
     """Return torch's group of all ranks, if it is a group of this backend."""
     from .process_group import ProcessGroup
 
     group = importlib.import_module("torch.distributed").group.WORLD
     return group if isinstance(group, ProcessGroup) else None
-
-
-def _deadline(config: Config, timeout: timedelta) -> float:
-    """Return the timeout of a call, in seconds.
-
-    It is torch's timeout for the group. If torch has its default timeout, and this library's
-    configuration sets a timeout, the configured timeout is used.
-    """
-    default = importlib.import_module("torch.distributed.constants").default_pg_timeout
-    if timeout == default and config.origin("timeout") != "default":
-        return config.timeout
-    return timeout.total_seconds()

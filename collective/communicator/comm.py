@@ -10,8 +10,8 @@ from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
 from collective.contract.failure import Failure
 from collective.contract.stalls import Member, Membership
-from collective.elastic.lineage import Lineage
-from collective.elastic.succession import Succession
+from collective.generations.lineage import Lineage
+from collective.generations.succession import Succession
 
 from .host_calls import HostCalls
 from .listener import Listened

@@ -4,7 +4,7 @@ This module has every public method with its docstring. A method makes an object
 and passes it to the communicator's :class:`~.path.Path`. Where the native core is built, a method
 in C is called first: it makes plain calls by itself and leaves the others to the method here.
 Groups, generations and closing are functions over a communicator (:mod:`.groups`,
-:mod:`collective.elastic.changes`, :mod:`.lifecycle`).
+:mod:`collective.generations.changes`, :mod:`.lifecycle`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from collective.contract.copying import NotCopied
 from collective.contract.failure import Failure
 from collective.contract.stalls import Membership
 from collective.deadline import Deadline
-from collective.elastic import changes
-from collective.elastic.lineage import Lineage
-from collective.elastic.succession import Succession
 from collective.errors import CommunicatorClosedError
+from collective.generations import changes
+from collective.generations.lineage import Lineage
+from collective.generations.succession import Succession
 from collective.memory.annotations import Array, Framework, Like, NumpyArray
 from collective.ops import ReduceOp
 from collective.shards import Shards

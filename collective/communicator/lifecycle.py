@@ -14,8 +14,8 @@ from collective.contract.backend import Backend
 from collective.contract.failure import Failure
 from collective.contract.work import deliver
 from collective.deadline import Deadline
-from collective.elastic.lineage import Lineage
 from collective.errors import CommunicatorClosedError, PeerFailedError
+from collective.generations.lineage import Lineage
 from collective.request import Request
 
 from .comm import Comm

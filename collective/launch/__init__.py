@@ -18,11 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from collective.contract.secret import parse
-from collective.elastic.arrivals import Arrivals
+from collective.generations.arrivals import Arrivals
 from collective.platform import held_port
 from collective.start.connecting import failing, tell_ended
-from collective.start.resolver import in_directory
+from collective.start.resolver import of_run
 from collective.start.rundir import join, leave
+from collective.start.stores import FileStore, seal
 
 from .attempts import run_attempts
 from .mpi import MpiSupervisor
@@ -99,7 +100,7 @@ def launch(
             if replace:
                 shared["COLLECTIVE_GROW"] = "on"
             environments = [{**shared, **rank_variables(rank, rank, size)} for rank in range(size)]
-            met_in = in_directory(directory, parse(shared["COLLECTIVE_SECRET"]))
+            met_in = seal(FileStore(directory), of_run(parse(shared["COLLECTIVE_SECRET"])))
 
             def tell(ended: Mapping[int, str]) -> None:
                 tell_ended(met_in, ended, [0] * size, size - spare)

@@ -26,7 +26,7 @@ from collective.contract.failure import Failure
 from collective.contract.world import World
 from collective.start import session
 from collective.start.connecting import tell_ended
-from collective.start.memory_store import MemoryStore
+from collective.start.stores import MemoryStore
 
 from .interrupt import sites_of_threads, summary
 from .verdict import (

@@ -13,7 +13,7 @@ from collective.contract.secret import REMEDY
 from collective.contract.world import Tls
 from collective.errors import ConfigError
 
-from .secret_file import private_bytes
+from .config_file import private_bytes
 
 if TYPE_CHECKING:
     import ssl

@@ -24,7 +24,7 @@ from .config import Config
 from .keys import by_device
 from .launchers import MPI_LAUNCHERS
 
-__all__ = ["Choice", "across", "choose", "gpus", "in_mpi_world", "installed"]
+__all__ = ["Choice", "across", "choose", "gpus", "in_mpi_world", "installed", "options"]
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -35,9 +35,9 @@ class Choice(NamedTuple):
     Attributes:
         name: registered name of the transport.
         reason: explanation in words, for logs and ``collective doctor``.
-        options: options that the choice adds to
-            :attr:`~collective.contract.world.World.options`. For ``nccl``: ``host``, the transport
-            for arrays in the host's memory, and ``devices``, the devices whose arrays it accepts.
+        options: :attr:`~collective.contract.world.World.options`. For ``nccl`` they contain
+            ``host``, the transport for arrays in the host's memory, and ``devices``, the devices
+            whose arrays it accepts.
     """
 
     name: str
@@ -48,6 +48,12 @@ class Choice(NamedTuple):
     def host(self) -> str:
         """Transport for arrays in the host's memory: :attr:`name`, except for ``nccl``."""
         return self.options.get("host", self.name)
+
+    @property
+    def over_mpi(self) -> bool:
+        """Whether the transport moves data between hosts over MPI."""
+        crossing = self.options["across"] if self.host == "hierarchical" else self.host
+        return crossing == "mpi"
 
 
 class DeviceFiles:
@@ -76,17 +82,44 @@ def choose(settled: Config, host: str = "") -> Choice:
         ConfigError: a list by device has no transport for the CPU, or its transport for the GPU
             cannot be combined with the one for the CPU.
     """
-    origin = settled.origin("backend")
+    picked = _picked(settled, host)
+    return picked._replace(options={**options(settled, host), **picked.options})
+
+
+def options(settled: Config, host: str = "") -> dict[str, str]:
+    """Return the settings that only single transports use.
+
+    Args:
+        settled: all settings.
+        host: as for :func:`choose`.
+    """
+    of_comm = host == "mpi" and settled.across == "auto"
+    values = {
+        "shm_single_copy": settled.shm_single_copy,
+        "shm_adopt": settled.shm_adopt,
+        "interface": settled.interface,
+        "across": "mpi" if of_comm else across(settled),
+    }
+    if settled.device is not None:
+        values["device"] = str(settled.device)
+    if settled.nccl_library:
+        values["nccl_library"] = settled.nccl_library
+    return values
+
+
+def _picked(settled: Config, host: str) -> Choice:
+    """Return the choice with the options of ``nccl`` alone; see :func:`choose`."""
     named = by_device(settled.backend)
     if not named:
         if settled.backend == "auto":
             return _with_gpus(settled, _host(settled, host))
+        origin = settled.origin("backend")
         named, devices = {"cpu": settled.backend}, "cuda"
         if settled.backend == "nccl":
             named = {"cpu": "auto", "cuda": "nccl"}
     else:
-        _check(settled.backend, origin, named)
-        origin, devices = f"{origin}, {settled.backend!r}", "cpu,cuda"
+        origin, devices = f"{settled.origin('backend')}, {settled.backend!r}", "cpu,cuda"
+        _check(settled.backend, settled.origin("backend"), named)
     cpu, cuda = named["cpu"], named.get("cuda", "")
     below = _host(settled, host) if cpu == "auto" else Choice(cpu, f"asked for by name ({origin})")
     if cuda == "auto":

@@ -24,20 +24,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from collective import native
 from collective.contract.secret import Secret
 from collective.errors import ConfigError
 
 from . import config_file
 from .keys import KEYS, Value, is_address
 from .launchers import Launched, detect
-from .secret_file import read
 
 __all__ = [
     "Config",
     "Setting",
     "load",
     "not_read",
-    "secret_of",
     "settings",
 ]
 
@@ -114,14 +113,38 @@ class Config:
         value = getattr(self, key)
         return str(value) if KEYS[key].hidden and value is not None else value
 
-    def resolved_secret(self) -> Secret | None:
+    def resolved_secret(self, *context: str) -> Secret | None:
         """Return the job's secret, from ``secret`` or else ``secret_file``; None without either.
+
+        Args:
+            context: if given, what the ranks of one meeting share with no other. The result is
+                the secret of this meeting.
 
         Raises:
             ConfigError: the secret file is not trusted, missing, or has a wrong length.
         """
-        names = ("secret", "secret_file")
-        return secret_of({n: Setting(getattr(self, n), self.origin(n)) for n in names})
+        secret = self.secret
+        if secret is None and self.secret_file:
+            secret = config_file.read_secret(self.secret_file, self.origin("secret_file"))
+        return secret.within(*context) if secret is not None and context else secret
+
+    def name_libraries(self) -> None:
+        """Apply the settings of libraries and of the native core to this whole process.
+
+        Each library is loaded once in a process. The loaders read its path from the environment,
+        since they also work without settings. The native core is switched off if the settings ask
+        for it.
+        """
+        for key in ("cuda_library", "nccl_library"):
+            if getattr(self, key):
+                os.environ[_variable(key)] = getattr(self, key)
+        if self.origin("native") != "default":
+            native.switch(self.native == "on")
+
+    def of_communicator(self) -> dict[str, Any]:
+        """Return the settings that :func:`collective.connect` takes, except ``start_timeout``."""
+        keys = "timeout", "check", "trace", "shrink_grace", "min_ranks"
+        return {key: getattr(self, key) for key in keys}
 
     def warn_of_refused(self) -> None:
         """Warn about each file that was not trusted, on one rank of each host.
@@ -130,7 +153,7 @@ class Config:
             RuntimeWarning: a settings file was not trusted.
         """
         for path, reason in self.refused.items() if self.local_rank == 0 else ():
-            warnings.warn(f"settings: {not_read(path, reason)}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"settings: {not_read(path, reason)}", RuntimeWarning, stacklevel=4)
 
 
 def not_read(path: Path, reason: str) -> str:
@@ -226,19 +249,6 @@ def settings(
             _refuse_hazard(name, value, file)
             found[name] = Setting(value, setting.origin)
     return found
-
-
-def secret_of(found: Mapping[str, Setting]) -> Secret | None:
-    """Return the secret from the setting ``secret``, or else from ``secret_file``, or None.
-
-    Raises:
-        ConfigError: the file is missing, too short, or others can read it.
-    """
-    secret, file = found.get("secret"), found.get("secret_file")
-    if secret is not None and secret.value is not None:
-        value: Secret = secret.value
-        return value
-    return read(file.value, file.origin) if file is not None and file.value else None
 
 
 def _variable(key: str) -> str:

@@ -1,4 +1,4 @@
-"""Search for the settings file, and the check whether the file can be trusted.
+"""Files of settings: the search for the settings file, the secret, and whether to trust a file.
 
 A setting can name a library to load or a directory to write to. So this module must not use a
 file that another user could have planted above the working directory. Its rules are those of
@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from collective.contract.secret import LEAST_BYTES, REMEDY, Secret
 from collective.errors import ConfigError
 
-__all__ = ["Found", "distrust", "find"]
+__all__ = ["Found", "distrust", "find", "private_bytes", "read_secret"]
 
 _NAMES = ("collective.toml", "pyproject.toml")
 # A directory with one of these is the root of a project. Files above it belong to other programs.
@@ -33,6 +34,8 @@ _MENTIONED = re.compile(r"^[ \t]*\[[ \t]*tool[ \t]*\.[ \t]*[\"']?collective\b", 
 # Number of bytes of an untrusted file that are searched for settings of this package, to decide
 # whether a warning is due.
 _GLANCE = 1 << 16
+# Most bytes of a secret.
+_MOST_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,3 +203,60 @@ def _table(path: Path, text: str) -> dict[str, Any] | None:
     if content is not None and path.name == "pyproject.toml":
         content = content.get("tool", {}).get("collective")
     return content
+
+
+# -- files that no other user can read ------------------------------------------------------
+
+
+def private_bytes(name: str, path: str, origin: str) -> bytes:
+    """Return the content of a file that no other user can read, at most some kibibytes.
+
+    Args:
+        name: name of the setting that gives the path.
+        path: path of the file.
+        origin: source of the setting.
+
+    Raises:
+        ConfigError: the file cannot be read, or another user can read it or may have made it.
+    """
+    where = f"{name}: {path!r} ({origin})"
+    try:
+        # Check the file after opening it, so that nobody can exchange it in between. With
+        # O_NONBLOCK, the open does not wait at a named pipe that another user has put there.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            content = file.read(_MOST_BYTES + 2) if stat.S_ISREG(status.st_mode) else b""
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: cannot be read: {error.strerror}. The file must exist on every host, with "
+            "mode 0600. Correct the path, or copy the file to this host."
+        ) from error
+    private = stat.S_ISREG(status.st_mode) and not status.st_mode & 0o077
+    if status.st_uid not in (os.geteuid(), 0) or not private:
+        raise ConfigError(
+            f"{where}: it has owner uid {status.st_uid} and mode "
+            f"{stat.S_IMODE(status.st_mode):04o}; it must be a file of uid {os.geteuid()} or root "
+            f"that nobody else can read. Run: chmod 600 {path}"
+        )
+    return content
+
+
+def read_secret(path: str, origin: str) -> Secret:
+    """Return the secret that is in a file.
+
+    Args:
+        path: path of the file.
+        origin: source of the setting ``secret_file``.
+
+    Raises:
+        ConfigError: the file is missing, too short or too long, or other users can read it.
+    """
+    content = private_bytes("secret_file", path, origin)
+    value = content.removesuffix(b"\n").removesuffix(b"\r")
+    if not LEAST_BYTES <= len(value) <= _MOST_BYTES:
+        raise ConfigError(
+            f"secret_file: {path!r} ({origin}): it has {len(value)} bytes; it must have "
+            f"{LEAST_BYTES} to {_MOST_BYTES}. {REMEDY}."
+        )
+    return Secret(value)

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from collective.communicator import Communicator
 from collective.contract import registry
@@ -27,9 +27,9 @@ from collective.contract.backend import Backend
 from collective.contract.store import Store, WatchedStore
 from collective.contract.world import World
 from collective.deadline import Deadline
-from collective.elastic.joining import Joiner
-from collective.elastic.lineage import OF_PEERS, Lineage
 from collective.errors import ConfigError, PeerFailedError, RendezvousError
+from collective.generations.lineage import OF_PEERS, Lineage
+from collective.generations.succession import Joiner
 from collective.request import name_ranks
 
 __all__ = [
@@ -84,44 +84,51 @@ def connect(
         UnsupportedError: ``check="results"`` with a transport that enqueues calls on GPUs.
         ConfigError: the trace of some rank cannot be written; raised on every rank.
     """
+    common: dict[str, Any] = {
+        "timeout": timeout, "check": check, "trace": trace, "shrink_grace": shrink_grace,
+        "min_ranks": min_ranks,
+    }  # fmt: skip
+    if not join:
+        return _connected(world, backend, start_timeout, **common)
     kind = registry.find(backend) if isinstance(backend, str) else backend
-    if join:
-        alone = connect_alone(
-            world, partial(joined_by, kind),
-            timeout=timeout, check=check, trace=trace, shrink_grace=shrink_grace,
-            min_ranks=min_ranks,
-        )  # fmt: skip
-        with contextlib.closing(alone):
-            return alone.grow(timeout=start_timeout)
+    alone = connect_alone(world, partial(joined_by, kind), **common)
+    with contextlib.closing(alone):
+        return alone.grow(timeout=start_timeout)
+
+
+def _connected(
+    world: World,
+    backend: str | type[Backend],
+    start_timeout: float,
+    *,
+    timeout: float,
+    check: str,
+    trace: str,
+    shrink_grace: float,
+    min_ranks: int,
+) -> Communicator:
+    """Connect the ranks of ``world``; see :func:`connect`."""
+    kind = registry.find(backend) if isinstance(backend, str) else backend
     deadline = Deadline(start_timeout)
     if world.launcher == "collective":
         transport, world = met(kind, world, deadline)
     else:
         transport = kind.connect(world, deadline)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(transport.close)
         lineage = Lineage.begin(transport, world, deadline, grace=shrink_grace, min_ranks=min_ranks)
         comm = Communicator(
-            transport,
-            lineage=lineage,
-            local_rank=world.local_rank,
-            local_size=world.local_size,
-            host=world.host,
-            timeout=timeout,
-            check=check,
-            open_to_others=world.open,
-        )
-    except BaseException:
-        transport.close()
-        raise
-    if trace:
-        # Imported here, so that programs without a trace run no code of it.
-        from collective.trace.traced import start_tracing
+            transport, lineage=lineage, local_rank=world.local_rank, local_size=world.local_size,
+            host=world.host, timeout=timeout, check=check, open_to_others=world.open,
+        )  # fmt: skip
+        undo.pop_all()
+        if trace:
+            # Imported here, so that programs without a trace run no code of it.
+            from collective.trace.traced import start_tracing
 
-        try:
+            undo.callback(comm.close)
             start_tracing(comm, trace)
-        except BaseException:
-            comm.close()
-            raise
+            undo.pop_all()
     return comm
 
 

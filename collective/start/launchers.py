@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from collective.errors import ConfigError
@@ -47,6 +47,8 @@ class Launched:
         job: a name that all processes of this launch on this host derive alike. No other
             running launch has this name. None if the launcher gives none.
         hosts: number of hosts, if the launcher gives it to all processes alike; else None.
+        places: rank, size and job by the variables of each launcher, this one and those of which
+            this process has variables, too.
     """
 
     launcher: str
@@ -56,6 +58,7 @@ class Launched:
     local_size: int
     job: str | None
     hosts: int | None = None
+    places: tuple[tuple[int, int, str | None], ...] = field(default=(), compare=False, repr=False)
 
 
 class Allocation(NamedTuple):
@@ -111,14 +114,20 @@ def detect(environ: Environ) -> Launched | None:
             a launcher that does not tell its processes their place.
     """
     environ = _not_empty(environ)
+    first: Launched | None = None
+    places = []
     for read in _READERS:
-        launched = read(environ)
-        if launched is not None:
-            return launched
-    return None
+        # The first launcher decides. Another one's variables may be incomplete: they may be those
+        # of an outer launch.
+        with contextlib.suppress(ConfigError) if first else contextlib.nullcontext():
+            launched = read(environ)
+            if launched is not None:
+                first = first or launched
+                places.append((launched.rank, launched.size, launched.job))
+    return first and replace(first, places=tuple(places))
 
 
-def names_of_place(rank: int, size: int, where: str) -> list[int]:
+def names_of_place(rank: int, size: int, where: str, launched: Launched | None) -> list[int]:
     """Return numbers that stand for a place among ranks, and that no other place has.
 
     The first number stands for the arguments. If ``where`` comes from a launcher, the others stand
@@ -127,14 +136,11 @@ def names_of_place(rank: int, size: int, where: str) -> list[int]:
     Args:
         rank, size: number of this process, and of processes.
         where: what these processes share: a store, an address, or the name of a launch.
+        launched: the launcher's description of this process, or None.
     """
-    environ = _not_empty(os.environ)
-    same = [f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"]  # of torch and JAX
-    for read in _READERS:
-        with contextlib.suppress(ConfigError):
-            launched = read(environ)
-            if launched is not None and (launched.rank, launched.size) == (rank, size):
-                same.append(launched.job or "")
+    same = [f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"]  # of torch and JAX
+    if launched is not None:
+        same += [job or "" for *place, job in launched.places if place == [rank, size]]
     places = [where, *same] if where in same else [where]
     texts = (f"{rank} {size} {_OF_PARENT.sub('', place)}" for place in places)
     digests = (hashlib.blake2b(text.encode(), digest_size=7).digest() for text in texts)

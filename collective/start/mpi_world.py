@@ -6,7 +6,6 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from collective.backends.mpi.library import mpiexec, start
@@ -20,13 +19,7 @@ from .launchers import Launched, detect
 __all__ = ["launched_with", "world_of"]
 
 
-def world_of(
-    comm: Any,
-    *,
-    timeout: float = 60.0,
-    options: Mapping[str, str] | None = None,
-    address: str = "127.0.0.1",
-) -> World:
+def world_of(comm: Any, *, timeout: float = 60.0) -> World:
     """Return the world whose ranks are the ranks of ``comm``; they meet over MPI itself.
 
     Collective: every rank of ``comm`` calls it.
@@ -35,8 +28,6 @@ def world_of(
         comm: an ``mpi4py.MPI.Comm`` (no intercommunicator), which is duplicated; None for
             ``MPI_COMM_WORLD``. MPI is initialised if the program has not done so.
         timeout: seconds in which all ranks have to arrive.
-        options: as in :class:`World`.
-        address: as in :class:`World`.
 
     Raises:
         BackendUnavailableError: the way in which the program has initialised MPI makes it
@@ -64,8 +55,6 @@ def world_of(
         launcher=launched.launcher if launched else "none",
         job=job,
         store=store,
-        options=dict(options or {}),
-        address=address,
         comm=argument,
     )
 

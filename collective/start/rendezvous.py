@@ -12,7 +12,7 @@ from collective.errors import ConfigError
 
 from .launchers import Launched
 
-__all__ = ["HOST", "HOST_NAME", "Endpoint", "expand", "from_environment", "from_url"]
+__all__ = ["HOST", "HOST_NAME", "Endpoint", "expand", "from_environment", "from_text", "from_url"]
 
 #: Pattern of a host's name; ``user@`` may precede it. A name that begins with a dash would be an
 #: option of ssh, and of the commands that errors advise.
@@ -43,6 +43,17 @@ class Endpoint(NamedTuple):
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
+
+
+def from_text(text: str, origin: str) -> Endpoint | None:
+    """Return the endpoint ``host:port``; the host may be ``[::1]``. None if the text is no such.
+
+    Args:
+        text: address that a framework gives.
+        origin: its source in words.
+    """
+    host, _, port = text.rpartition(":")
+    return Endpoint(host.strip("[]"), int(port), origin) if host and port.isdecimal() else None
 
 
 def from_url(url: str) -> Endpoint:

@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import secrets
 import socket
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
-from collective import native
 from collective.contract.secret import REMEDY, Secret
-from collective.contract.store import PrefixedStore, Store, WrappedStore
+from collective.contract.store import PrefixedStore, Store
 from collective.contract.world import Tls, World
 from collective.deadline import Deadline
 from collective.errors import ConfigError, RendezvousError
 from collective.install import hint
 
 from . import certificates, choice
+from .choice import Choice
 from .config import Config
-from .file_store import FileStore
 from .launchers import MPI_LAUNCHERS, Launched
 from .network import address_of, address_toward, is_loopback, own_address
 from .rendezvous import Endpoint, from_environment, from_url
 from .rundir import RunStore
-from .sealed_store import seal
-from .tcp_store import StoreServer, TcpStore
+from .stores import FileStore, LateStore, seal
+from .tcp_store import TcpStore
 
 __all__ = [
-    "address",
-    "adopt",
-    "at_server",
-    "build",
-    "in_directory",
-    "name_libraries",
-    "of_run",
-    "options",
-    "own_address_toward",
-    "warn_of_open",
-]
+    "adopt", "build", "describe", "of_run", "own_address_toward",
+]  # fmt: skip
 
 
 # Name of a launch for which its hosts share no name.
@@ -53,11 +40,15 @@ _BY_HAND = "by hand"
 _PUBLIC = Secret(b"the ranks of this job have no secret")
 
 
-def build(config: Config) -> World:
+def build(config: Config, chosen: Choice) -> World:
     """Return the world that ``config`` describes.
 
     This function exchanges nothing with other ranks. If the launcher gives its processes no
     common directory, they get a private one, which is removed when the last rank has ended.
+
+    Args:
+        config: settings of this process.
+        chosen: transport that :func:`.choice.choose` has chosen for ``config``.
 
     Raises:
         ConfigError: there are several ranks, and no setting tells where they meet; or
@@ -68,97 +59,116 @@ def build(config: Config) -> World:
     if launched is not None and (config.rank, config.size) != (launched.rank, launched.size):
         launched = None  # rank and size were set by hand: see load()
     endpoint = _endpoint(config, launched)
-    secret = config.resolved_secret()
-    if secret is not None:
-        secret = secret.within(_name(config))
-    elif _is_open(config, endpoint):
-        warn_of_open(config, str(endpoint))
-    credentials = _Credentials(config, secret, certificates.resolve(config))
-    job, store = _meeting(credentials, launched, endpoint)
-    return World(
-        config.rank,
-        config.size,
-        config.local_rank,
-        config.local_size,
-        socket.gethostname(),
-        launched.launcher if launched else "none",
-        job,
-        seal(store, secret),
-        options(config),
-        address(config, endpoint),
-        secret=secret,
-        open=secret is None and _is_open(config, endpoint),
-        tls=credentials.tls,
-    )
+    # Only torchrun and Slurm give a job the same name on all hosts. A server such as torchrun's
+    # agent may outlive a launch, so the launches that use the server need different names.
+    by_name = config.launched is not None and config.launched.launcher in ("torchrun", "slurm")
+    name = str(config.launched.job) if config.launched and by_name else _BY_HAND
+    secret = config.resolved_secret(name)
+    tls = certificates.resolve(config)
+    spans_hosts = config.store is None and config.local_size < config.size
+    over_mpi = spans_hosts and _meets_over_mpi(config, chosen)
+    by_mpi = over_mpi and choice.installed("mpi4py")
+    job = launched.job if launched else None
+    store: Store
+    if config.store is not None:
+        job = job or config.store
+        if endpoint is None:
+            store = FileStore(config.store)
+        else:
+            store = LateStore(lambda: _tcp(config, endpoint, name, secret, tls))
+    elif config.join != "off":
+        raise _nowhere(config)
+    elif config.size == 1:
+        alone = f"alone-{secrets.token_hex(8)}"
+        job, store = job or alone, LateStore(lambda: RunStore(alone))
+    elif job is None and endpoint is None:
+        raise _nowhere(config)
+    else:
+        job = job or f"by hand {os.geteuid()} {endpoint}"
+        if not spans_hosts:
+            store = RunStore(hashlib.sha256(job.encode()).hexdigest()[:32])
+        elif by_mpi:
+            store = LateStore(lambda: _mpi(config))
+        elif endpoint is not None:
+            store = LateStore(lambda: _tcp(config, endpoint, name, secret, tls))
+        else:
+            store = LateStore(lambda: _unreachable(config, over_mpi))
+    # Anybody who connects can write to a server's store. A directory belongs to one user, and
+    # mpiexec connects the ranks that meet over MPI.
+    exposed = "" if by_mpi or endpoint is None else str(endpoint)
+    return describe(
+        config, chosen, job, seal(store, secret),
+        secret=secret, tls=tls, launched=launched, toward=endpoint, exposed=exposed,
+    )  # fmt: skip
 
 
-def in_directory(directory: Path, secret: Secret) -> Store:
-    """Return the store in ``directory``, for ranks that `collective run` has started."""
-    return seal(FileStore(directory), secret.within(_BY_HAND))
-
-
-def at_server(server: StoreServer, secret: Secret) -> Store:
-    """Return the store of ``server``, for ranks that `collective run` has started.
+def describe(
+    config: Config,
+    chosen: Choice,
+    job: str,
+    store: Store,
+    *,
+    secret: Secret | None,
+    tls: Tls | None,
+    launched: Launched | None,
+    toward: Endpoint | None,
+    exposed: str,
+) -> World:
+    """Return the world of ranks that meet in ``store``.
 
     Args:
-        server: server whose secret was made by :func:`of_run`.
-        secret: secret of the run.
+        config: settings, with the place of this process.
+        chosen: the transport.
+        job: unique name of these ranks.
+        store: the store, sealed with ``secret``.
+        secret, tls: secret of the job and TLS contexts, or None.
+        launched: the launcher of these ranks, or None.
+        toward: an address that all hosts reach. The host's own address is chosen by it.
+        exposed: where anybody who connects can write to ``store``; empty if nobody else can.
+
+    Raises:
+        ConfigError: ``interface`` is not an interface of this host.
+
+    Warns:
+        RuntimeWarning: ranks of several hosts meet at ``exposed`` without a secret, and
+            ``insecure`` is off; the text gives the remedy. Only rank 0 warns.
     """
-    return seal(server.store(), of_run(secret))
+    is_open = secret is None and bool(exposed) and config.local_size < config.size
+    if is_open and config.rank == 0 and config.insecure == "off":
+        warnings.warn(
+            f"rendezvous: the ranks of several hosts meet at {exposed} "
+            f"without a secret; anybody who can connect there can join this job, or end it. "
+            f"{REMEDY}; or set COLLECTIVE_INSECURE=1 to accept this and omit the warning.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    return World(
+        config.rank, config.size, config.local_rank, config.local_size, socket.gethostname(),
+        launched.launcher if launched else "none", job, store,
+        chosen.options, _address(config, toward),
+        secret=secret, open=is_open, tls=tls,
+    )  # fmt: skip
 
 
 def of_run(secret: Secret) -> Secret:
-    """Return the secret with which ranks that `collective run` has started meet."""
+    """Return the secret that seals the store of ranks that `collective run` has started."""
     return secret.within(_BY_HAND)
 
 
-def adopt(comm: Any, config: Config, world: World) -> World:
+def adopt(comm: Any, config: Config, chosen: Choice, world: World) -> World:
     """Return the world of an ``MPI.Comm`` with the settings of ``config``.
 
     Args:
         comm: communicator that the program made.
         config: settings, with rank and size of ``comm``.
+        chosen: the transport.
         world: world that :func:`collective.start.mpi_world.world_of` returned for ``comm``.
     """
-    settings = options(config)
-    if config.across == "auto":
-        settings["across"] = "mpi"
-    secret = config.resolved_secret()
-    if secret is not None:
-        secret = secret.within(world.job)
+    secret = config.resolved_secret(world.job)
     return replace(
-        world, comm=comm, options=settings, address=address(config, None),
+        world, comm=comm, options=chosen.options, address=_address(config, None),
         store=seal(world.store, secret), secret=secret, tls=certificates.resolve(config),
     )  # fmt: skip
-
-
-def options(config: Config) -> dict[str, str]:
-    """Return the settings that only single transports use."""
-    values = {
-        "shm_single_copy": config.shm_single_copy,
-        "shm_adopt": config.shm_adopt,
-        "interface": config.interface,
-        "across": choice.across(config),
-    }
-    if config.device is not None:
-        values["device"] = str(config.device)
-    if config.nccl_library:
-        values["nccl_library"] = config.nccl_library
-    return values
-
-
-def name_libraries(config: Config) -> None:
-    """Apply the settings of libraries and of the native core to this whole process.
-
-    Each library is loaded once in a process. The loaders read its path from the environment,
-    since they also work without settings. The native core is switched off if the settings ask
-    for it.
-    """
-    for key in ("cuda_library", "nccl_library"):
-        if getattr(config, key):
-            os.environ[f"COLLECTIVE_{key.upper()}"] = getattr(config, key)
-    if config.origin("native") != "default":
-        native.switch(config.native == "on")
 
 
 def _endpoint(config: Config, launched: Launched | None) -> Endpoint | None:
@@ -186,78 +196,45 @@ def _endpoint(config: Config, launched: Launched | None) -> Endpoint | None:
     return endpoint
 
 
-class _Credentials(NamedTuple):
-    """Settings, secret and TLS contexts of this rank for the rendezvous."""
-
-    config: Config
-    secret: Secret | None
-    tls: Tls | None
-
-
-def _meeting(
-    credentials: _Credentials, launched: Launched | None, endpoint: Endpoint | None
-) -> tuple[str, Store]:
-    """Return the job's name and its store."""
-    config = credentials.config
-    job = launched.job if launched else None
-    if config.store is not None:
-        if endpoint is not None:
-            return job or config.store, _LateStore(lambda: _tcp(credentials, endpoint))
-        return job or config.store, FileStore(config.store)
+def _nowhere(config: Config) -> ConfigError:
+    """Return the error for a rank that no setting tells where the ranks meet."""
     if config.join != "off":
-        raise ConfigError(
+        return ConfigError(
             f"join: {config.join!r} ({config.origin('join')}), but no setting tells where the "
             "ranks to join have met. Set store=DIR or store='tcp://HOST:PORT' (COLLECTIVE_STORE) "
             "to the value that those ranks have, and give this process their secret."
         )
-    if config.size == 1:
-        alone = f"alone-{secrets.token_hex(8)}"
-        return job or alone, _LateStore(lambda: RunStore(alone))
-    if job is None and endpoint is not None:
-        job = f"by hand {os.geteuid()} {endpoint}"
-    if job is None:
-        raise ConfigError(
-            f"store: not set, with size {config.size} ({config.origin('size')}) and rank "
-            f"{config.rank} ({config.origin('rank')}). Ranks without a launcher need it to meet. "
-            "Start them with: collective run -n N script.py. In a notebook or a test, use "
-            "collective.testing.run_ranks. Or set store=DIR, a private directory "
-            "that all ranks see and no other launch uses. On several hosts, set "
-            "store='tcp://HOST:PORT' with the host of rank 0."
-        )
-    if config.local_size < config.size:
-        return job, _LateStore(lambda: _across_hosts(credentials, endpoint))
-    return job, RunStore(hashlib.sha256(job.encode()).hexdigest()[:32])
+    return ConfigError(
+        f"store: not set, with size {config.size} ({config.origin('size')}) and rank "
+        f"{config.rank} ({config.origin('rank')}). Ranks without a launcher need it to meet. "
+        "Start them with: collective run -n N script.py. In a notebook or a test, use "
+        "collective.testing.run_ranks. Or set store=DIR, a private directory "
+        "that all ranks see and no other launch uses. On several hosts, set "
+        "store='tcp://HOST:PORT' with the host of rank 0."
+    )
 
 
-def _over_mpi(config: Config) -> bool:
+def _meets_over_mpi(config: Config, chosen: Choice) -> bool:
     """Return whether ranks of several hosts meet over MPI itself."""
     under_mpiexec = config.launched is not None and config.launched.launcher in MPI_LAUNCHERS
-    wanted = choice.choose(config).host
-    over_mpi = wanted == "mpi" or (wanted == "hierarchical" and choice.across(config) == "mpi")
-    return choice.in_mpi_world(config) and (under_mpiexec or over_mpi)
+    return choice.in_mpi_world(config) and (under_mpiexec or chosen.over_mpi)
 
 
-def _across_hosts(credentials: _Credentials, endpoint: Endpoint | None) -> Store:
-    """Return the store of ranks on several hosts."""
-    config = credentials.config
-    if _over_mpi(config):
-        if choice.installed("mpi4py"):
-            return _mpi(config)
-        if endpoint is None:
-            raise RendezvousError(
-                f"rendezvous: {config.size} ranks under mpiexec, {config.local_size} of them on "
-                f"this host, cannot meet over MPI: mpi4py is not installed. Install it "
-                f"({hint('mpi')}), or set MASTER_ADDR and MASTER_PORT on all ranks to the host of "
-                "rank 0 and a port that is free there."
-            )
-    if endpoint is None:
+def _unreachable(config: Config, over_mpi: bool) -> NoReturn:
+    """Raise the error for ranks of several hosts that have no store in common."""
+    if over_mpi:
         raise RendezvousError(
-            f"rendezvous: {config.size} ranks, {config.local_size} of them on this host; the other "
-            "hosts cannot reach a directory of this host. Set MASTER_ADDR and MASTER_PORT to the "
-            "host of rank 0 and a port that is free there. Or set COLLECTIVE_STORE to a private "
-            "directory that all hosts see and no other launch uses."
+            f"rendezvous: {config.size} ranks under mpiexec, {config.local_size} of them on "
+            f"this host, cannot meet over MPI: mpi4py is not installed. Install it "
+            f"({hint('mpi')}), or set MASTER_ADDR and MASTER_PORT on all ranks to the host of "
+            "rank 0 and a port that is free there."
         )
-    return _tcp(credentials, endpoint)
+    raise RendezvousError(
+        f"rendezvous: {config.size} ranks, {config.local_size} of them on this host; the other "
+        "hosts cannot reach a directory of this host. Set MASTER_ADDR and MASTER_PORT to the "
+        "host of rank 0 and a port that is free there. Or set COLLECTIVE_STORE to a private "
+        "directory that all hosts see and no other launch uses."
+    )
 
 
 def _mpi(config: Config) -> Store:
@@ -277,69 +254,30 @@ def _mpi(config: Config) -> Store:
     return store
 
 
-def _name(config: Config) -> str:
-    """Return a name of this launch that the ranks of all hosts share."""
-    # A server such as torchrun's agent may outlive a launch, so the launches that use the server
-    # need different names. Only torchrun and Slurm give a job the same name on all hosts.
-    launched = config.launched
-    known = launched is not None and launched.launcher in ("torchrun", "slurm")
-    return str(launched.job) if launched and known else _BY_HAND
-
-
-def _is_open(config: Config, endpoint: Endpoint | None) -> bool:
-    """Return whether ranks of several hosts meet where anybody who connects can write.
-
-    This is false for a directory, which belongs to one user, and for MPI, where mpiexec connects
-    the ranks.
-    """
-    if config.local_size == config.size or endpoint is None:
-        return False
-    over_mpi = config.store is None and _over_mpi(config) and choice.installed("mpi4py")
-    return not over_mpi
-
-
-def warn_of_open(config: Config, where: str) -> None:
-    """Warn on rank 0 that ranks of several hosts meet without a secret, unless it is silenced.
-
-    Args:
-        where: address at which the ranks meet.
-
-    Warns:
-        RuntimeWarning: there is no secret and ``insecure`` is off; the text gives the remedy.
-    """
-    if config.rank == 0 and config.insecure == "off":
-        warnings.warn(
-            f"rendezvous: the ranks of several hosts meet at {where} "
-            f"without a secret; anybody who can connect there can join this job, or end it. "
-            f"{REMEDY}; or set COLLECTIVE_INSECURE=1 to accept this and omit the warning.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-
-
-def _tcp(credentials: _Credentials, endpoint: Endpoint) -> Store:
-    config = credentials.config
+def _tcp(
+    config: Config, endpoint: Endpoint, name: str, secret: Secret | None, tls: Tls | None
+) -> Store:
     if endpoint.served:
         # The agent's store is torch's. It accepts every connection, also from ranks of another
         # launch, so the keys get a prefix for this launch. Imported here, because only ranks of
         # torchrun need the store and the modules for its thread.
         from .torch_store import AgentStore
 
-        prefix = f"collective/{hashlib.sha256(_name(config).encode()).hexdigest()[:16]}/"
+        prefix = f"collective/{hashlib.sha256(name.encode()).hexdigest()[:16]}/"
         return PrefixedStore(AgentStore(endpoint, Deadline(config.start_timeout)), prefix)
     by_rank = config.store_server == "rank"
     return TcpStore(
         endpoint,
-        _PUBLIC.within(_name(config)) if credentials.secret is None else credentials.secret,
+        _PUBLIC.within(name) if secret is None else secret,
         serve=by_rank and config.rank == 0 and config.join == "off",
         server="rank 0" if by_rank else "the launcher",
         spans_hosts=config.local_size < config.size,
         deadline=Deadline(config.start_timeout),
-        tls=credentials.tls,
+        tls=tls,
     )
 
 
-def address(config: Config, endpoint: Endpoint | None) -> str:
+def _address(config: Config, endpoint: Endpoint | None) -> str:
     """Return the address at which ranks of other hosts reach this rank.
 
     Args:
@@ -361,30 +299,3 @@ def own_address_toward(endpoint: Endpoint | None) -> str:
             if is_loopback(endpoint.host) or not is_loopback(local):
                 return local
     return own_address()
-
-
-class _LateStore(WrappedStore):
-    """Store that is opened at its first use, if any."""
-
-    def __init__(self, open_store: Callable[[], Store]) -> None:
-        self._open = open_store
-
-    @functools.cached_property
-    def _store(self) -> Store:  # type: ignore[override]  # an attribute elsewhere
-        return self._open()
-
-    @property
-    def _is_open(self) -> bool:
-        return "_store" in vars(self)
-
-    def __str__(self) -> str:
-        return super().__str__() if self._is_open else "a store that is not open yet"
-
-    def check(self) -> None:
-        # Another thread may be opening the store, and wait for the other ranks in it.
-        if self._is_open:
-            super().check()
-
-    def close(self) -> None:
-        if self._is_open:
-            super().close()

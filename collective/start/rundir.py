@@ -25,7 +25,7 @@ from pathlib import Path
 
 from collective.errors import RendezvousError
 
-from .file_store import FileStore
+from .stores import FileStore
 
 __all__ = ["RunStore", "claim", "join", "leave"]
 
@@ -101,7 +101,7 @@ def claim(bytes_: Sequence[int]) -> Callable[[], None]:
         BlockingIOError: another process has locked the first byte.
     """
     held: list[tuple[int, int]] = []
-    with contextlib.suppress(RendezvousError, OSError) if bytes_ else contextlib.nullcontext():
+    with contextlib.suppress(RendezvousError, OSError):
         parent = _parent()
         if parent not in _files:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

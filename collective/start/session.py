@@ -34,12 +34,10 @@ from collective.errors import (
 )
 
 from .choice import Choice, choose
-from .config import Config, Setting, load
-from .config import settings as collect
+from .config import Config, load
 from .connecting import connect, connect_alone, joined_by, tell_failing
-from .keys import KEYS
-from .launchers import names_of_place
-from .resolver import adopt, build, name_libraries, options
+from .launchers import Launched, names_of_place
+from .resolver import adopt, build
 from .rundir import claim
 
 __all__ = [
@@ -111,6 +109,11 @@ def init(
         RuntimeWarning: a settings file was not read, since another user could have written it.
     """
     arguments = {"backend": backend, "rank": rank, "size": size, "timeout": timeout, **settings}
+    return _begin(arguments, comm)
+
+
+def _begin(arguments: dict[str, object], comm: object) -> Communicator:
+    """Return the communicator for the arguments of :func:`init`, now the current one."""
     world: World | None = getattr(_of_thread, "world", None)
     as_thread = world is not None
     if comm is not None:
@@ -122,38 +125,38 @@ def init(
         )  # fmt: skip
     settled = load(arguments)
     settled.warn_of_refused()
-    name_libraries(settled)
+    settled.name_libraries()
     with contextlib.ExitStack() as opened:
         # A process that joins other ranks gets its number from them.
         if not as_thread and settled.join != "on":
-            opened.callback(take_place("init", settled.rank, settled.size, _where(settled)))
+            opened.callback(
+                take_place("init", settled.rank, settled.size, _where(settled), settled.launched)
+            )
+        chosen = choose(settled, "threads" if as_thread else "mpi" if comm is not None else "")
         if world is None:
-            world, chosen = build(settled), choose(settled)
+            world = build(settled, chosen)
         elif comm is not None:
-            world, chosen = adopt(comm, settled, world), choose(settled, "mpi")
+            world = adopt(comm, settled, chosen, world)
         else:
-            world, chosen = replace(world, options=options(settled)), _of_threads(settled)
-        world = replace(world, options={**world.options, **chosen.options})
+            _check_threads(settled, chosen)
+            world = replace(world, options=chosen.options)
         if not as_thread:
             opened.callback(world.store.close)
         communicator = _connected(world, chosen, settled)
-        communicator.succession.at_end.append(opened.pop_all().close)
+        _see_to(communicator, opened.pop_all().close)
     if not as_thread and world.launcher == "collective" and settled.join == "off":
         _Ending.launcher = world.rank, world.store
     set_current(communicator)
-    _see_to(communicator)
     dump_on_signal(settled.dump_signal)
     return communicator
 
 
 def _connected(world: World, chosen: Choice, settled: Config) -> Communicator:
     """Return a communicator: connect, join other ranks, or with ``join="late"`` stay alone."""
-    common: dict[str, Any] = {
-        key: getattr(settled, key)
-        for key in ("timeout", "check", "trace", "shrink_grace", "min_ranks")
-    }
     if settled.join == "off":
-        return connect(world, chosen.name, start_timeout=settled.start_timeout, **common)
+        return connect(
+            world, chosen.name, start_timeout=settled.start_timeout, **settled.of_communicator()
+        )
     if world.comm is not None or getattr(_of_thread, "world", None) is not None:
         raise UnsupportedError(
             f"init: join {settled.join!r} ({settled.origin('join')}); no process can join the "
@@ -166,7 +169,7 @@ def _connected(world: World, chosen: Choice, settled: Config) -> Communicator:
             return registry.find(theirs)
         return joined_by(registry.find(chosen.name), theirs)
 
-    alone = connect_alone(world, find, **common)
+    alone = connect_alone(world, find, **settled.of_communicator())
     if settled.join == "late":
         return alone
     with contextlib.closing(alone):
@@ -182,7 +185,9 @@ def _where(settled: Config) -> str:
     return settled.store or ""
 
 
-def take_place(caller: str, rank: int, size: int, where: str) -> Callable[[], None]:
+def take_place(
+    caller: str, rank: int, size: int, where: str, launched: Launched | None
+) -> Callable[[], None]:
     """Take a place among ranks, which no other process may have at the same time.
 
     The child of a rank inherits the variables of the launcher. With them it would wait for ranks
@@ -190,8 +195,8 @@ def take_place(caller: str, rank: int, size: int, where: str) -> Callable[[], No
 
     Args:
         caller: name of the function that the program called, for the error.
-        rank, size, where: as for :func:`~.launchers.names_of_place`; if ``where`` is empty, or
-            there is one rank, any number of processes may have the place.
+        rank, size, where, launched: as for :func:`~.launchers.names_of_place`; if ``where`` is
+            empty, or there is one rank, any number of processes may have the place.
 
     Returns:
         A function that gives the place back.
@@ -199,8 +204,10 @@ def take_place(caller: str, rank: int, size: int, where: str) -> Callable[[], No
     Raises:
         ConfigError: another process of this host has the place.
     """
+    if not where or size == 1:
+        return lambda: None
     try:
-        return claim(names_of_place(rank, size, where) if where and size > 1 else ())
+        return claim(names_of_place(rank, size, where, launched))
     except BlockingIOError:
         raise ConfigError(
             f"{caller}: rank {rank} of {size} is another process, which is still connected, and "
@@ -213,12 +220,19 @@ def take_place(caller: str, rank: int, size: int, where: str) -> Callable[[], No
         ) from None
 
 
-def _see_to(comm: Communicator) -> None:
-    """Register ``comm`` to be closed at the end, and each of its next generations as well."""
+def _see_to(comm: Communicator, *at_end: Callable[[], None]) -> None:
+    """Register ``comm`` to be closed at the end, and each of its next generations as well.
+
+    Args:
+        comm: the communicator.
+        at_end: functions to call when its last generation closes.
+    """
     tell_at_exit(comm)
     if getattr(_of_thread, "world", None) is not None:
         _of_thread.opened.append(comm)
-    comm.succession.on_next = functools.partial(_succeed, weakref.ref(comm))
+    succession = comm.succession
+    succession.on_next = functools.partial(_succeed, weakref.ref(comm))
+    succession.at_end += at_end
 
 
 def _succeed(before: weakref.ref[Communicator], comm: Communicator) -> None:
@@ -229,17 +243,14 @@ def _succeed(before: weakref.ref[Communicator], comm: Communicator) -> None:
         set_current(comm)
 
 
-def _of_threads(settled: Config) -> Choice:
-    # "auto" gives threads here. A script that names another transport gets an error, since ranks
-    # that are threads of one process cannot use it.
-    chosen = choose(settled, "threads")
+def _check_threads(settled: Config, chosen: Choice) -> None:
+    """Raise UnsupportedError if ranks that are threads of one process cannot use ``chosen``."""
     if chosen.host != "threads":
         raise UnsupportedError(
             f"init: backend {settled.backend!r} ({settled.origin('backend')}); the ranks of this "
             "program are threads of one process and cannot use it. Start the program with "
             f"`collective run --backend {settled.backend}`, or do not name a backend."
         )
-    return chosen
 
 
 def _world_of(comm: Any, arguments: Mapping[str, object], as_thread: bool) -> World:
@@ -253,7 +264,7 @@ def _world_of(comm: Any, arguments: Mapping[str, object], as_thread: bool) -> Wo
         )
     # Check the settings before world_of() sends anything: if this rank raised later, the other
     # ranks would wait for it.
-    collected = collect(arguments)
+    settled = load({**arguments, "rank": 0, "size": 1, "local_rank": 0, "local_size": 1})
     conflicts = [key for key in _DECIDED_BY_COMM if arguments.get(key) is not None]
     if conflicts:
         raise InvalidArgumentError(
@@ -267,9 +278,7 @@ def _world_of(comm: Any, arguments: Mapping[str, object], as_thread: bool) -> Wo
         )
     from .mpi_world import world_of
 
-    default = Setting(KEYS["start_timeout"].default, "default")
-    world: World = world_of(comm, timeout=collected.get("start_timeout", default).value)
-    return world
+    return world_of(comm, timeout=settled.start_timeout)
 
 
 def settings() -> Config:

@@ -19,7 +19,7 @@ from collective.errors import BackendUnavailableError, RendezvousError
 from collective.install import hint
 
 from .rendezvous import Endpoint
-from .tcp import CONNECT_S, reach
+from .tcp_store import CONNECT_S, reach
 
 __all__ = ["AgentStore", "TorchStore"]
 

@@ -14,8 +14,8 @@ from collective.communicator import Communicator
 from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
 from collective.deadline import Deadline
-from collective.elastic.arrivals import Arrivals
 from collective.errors import CollectiveError, CollectiveTimeoutError
+from collective.generations.arrivals import Arrivals
 from collective.start.connecting import connect
 
 from . import faults

@@ -16,8 +16,8 @@ from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
 from collective.contract.world import World
 from collective.deadline import Deadline
-from collective.elastic.lineage import Lineage
 from collective.errors import InvalidArgumentError
+from collective.generations.lineage import Lineage
 from collective.launch.command_starter import under_mpiexec
 from collective.launch.mpiexec import Mpiexec
 from collective.launch.outcome import RankDiedError, RanksFailedError
@@ -26,7 +26,7 @@ from collective.launch.ranks import Job, Participant, Ranks, Starter
 from collective.launch.thread_starter import ThreadStarter
 from collective.start import session
 from collective.start.connecting import met, tell_ended
-from collective.start.file_store import FileStore
+from collective.start.stores import FileStore
 
 from .faults import Fault, FaultyBackend, RankKilled
 

@@ -15,7 +15,7 @@ import pytest
 from collective.contract.decision import Decision, Note
 from collective.deadline import Deadline
 from collective.errors import CollectiveTimeoutError, RendezvousError, UnsupportedError
-from collective.start.memory_store import MemoryStore
+from collective.start.stores import MemoryStore
 
 FAR_S = 30.0
 

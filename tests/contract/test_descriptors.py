@@ -16,7 +16,7 @@ from collective.communicator import Communicator
 from collective.contract.world import World
 from collective.deadline import Deadline
 from collective.errors import AllocationError, RendezvousError
-from collective.start.file_store import FileStore
+from collective.start.stores import FileStore
 from collective.testing import run_ranks
 from tests.support.simulated_hosts import Pairs
 

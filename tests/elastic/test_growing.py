@@ -23,7 +23,6 @@ from collective.communicator import Communicator
 from collective.contract.process import RankProcess
 from collective.contract.secret import Secret
 from collective.contract.world import World
-from collective.elastic.arrivals import Arrivals
 from collective.errors import (
     CollectiveTimeoutError,
     ConfigError,
@@ -32,8 +31,8 @@ from collective.errors import (
     RendezvousError,
     UnsupportedError,
 )
-from collective.start.memory_store import MemoryStore
-from collective.start.sealed_store import seal
+from collective.generations.arrivals import Arrivals
+from collective.start.stores import MemoryStore, seal
 from tests.contract.test_process import other  # noqa: F401  a fixture
 from tests.elastic.test_shrinking import FAR_S, alone, on_threads
 from tests.support.interpreter import run_together

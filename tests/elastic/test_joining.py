@@ -21,9 +21,9 @@ from collective import elastic
 from collective.backends.threads import ThreadsBackend
 from collective.communicator import Communicator
 from collective.contract.world import World
-from collective.elastic.arrivals import Arrivals
+from collective.generations.arrivals import Arrivals
 from collective.start.connecting import connect_alone
-from collective.start.memory_store import MemoryStore
+from collective.start.stores import MemoryStore
 from tests.elastic.test_shrinking import FAR_S, on_threads
 from tests.support.interpreter import run_python
 

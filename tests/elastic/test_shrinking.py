@@ -28,8 +28,7 @@ from collective.errors import (
     RendezvousError,
     UnsupportedError,
 )
-from collective.start.file_store import FileStore
-from collective.start.memory_store import MemoryStore
+from collective.start.stores import FileStore, MemoryStore
 from collective.testing import RanksFailedError, run_ranks
 from collective.testing.survivors import await_files
 from tests.support.interpreter import run_python

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,6 +23,8 @@ from collective.communicator import Communicator
 from collective.testing import RankPool
 from tests.support.mpi_launches import launch_of, needs
 
+#: Stays and returns of ``init()`` of one rank: see :func:`stays`.
+CEILINGS_OF_INIT = [("threads", 44, 19), ("shm", 68, 34)]
 HOUSE = collective.__file__.removesuffix("__init__.py")
 
 
@@ -155,3 +159,39 @@ def test_call_path_is_not_longer_than_ceiling(
         calls, files = zip(*(path for rank in ranks for path in rank[name]))
         assert min(calls) <= ceiling[0], name
         assert min(files) <= ceiling[1], name
+
+
+def stays(call: Callable[[], Communicator]) -> list[str]:
+    """Return the file of each stay of a call that returns a communicator, which is closed.
+
+    A stay begins with a function of another file than that of the function called before. A reader
+    who follows the call goes to a file for each stay; a return is a stay in a file that was left.
+    """
+    files: list[str] = []
+
+    def see(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(HOUSE) and code.co_name[0] != "<":
+            files.append(code.co_filename.removeprefix(HOUSE))
+
+    sys.setprofile(see)
+    try:
+        comm = call()
+    finally:
+        sys.setprofile(None)
+    comm.close()
+    return [file for file, _ in groupby(files)]
+
+
+@pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
+@pytest.mark.parametrize(("backend", "most", "most_returns"), CEILINGS_OF_INIT)
+def test_init_is_not_longer_than_ceiling(
+    backend: str, most: int, most_returns: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # no settings file of this repository
+    collective.init(backend).close()  # imports the transport
+    walked = stays(lambda: collective.init(backend))
+    returns = len(walked) - len(set(walked))
+    print(f"init({backend!r}): {len(walked)} stays, {returns} returns")
+    assert len(walked) <= most, walked
+    assert returns <= most_returns, walked

@@ -31,8 +31,8 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.contract.backend import Backend
-from collective.elastic.arrivals import Arrivals
 from collective.errors import CollectiveError
+from collective.generations.arrivals import Arrivals
 from collective.start.connecting import connect_alone, joined_by
 from collective.testing import RankPool, RanksFailedError
 from collective.testing.ranks import GRACE_S, backend_class

@@ -25,8 +25,7 @@ from collective.communicator import Communicator, objects
 from collective.contract.backend import COLLECTIVE_TAG
 from collective.contract.secret import Secret
 from collective.deadline import Deadline
-from collective.start.file_store import FileStore
-from collective.start.sealed_store import SealedStore
+from collective.start.stores import FileStore, SealedStore
 from collective.testing import RankPool
 from tests.backends.peers.test_monitor import KEY, world
 from tests.backends.peers.test_strangers import ENTRY, LOOPBACK, answer_to, complete, join, knock

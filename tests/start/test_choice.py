@@ -105,6 +105,17 @@ def test_choose_with_invalid_device_list_raises_config_error(backend: str, words
 
 
 @pytest.mark.parametrize(
+    ("backend", "across", "over_mpi"),
+    [("mpi", "gloo", True), ("hierarchical", "mpi", True), ("hierarchical", "gloo", False),
+     ("shm", "mpi", False), ("cpu:mpi,cuda:nccl", "gloo", True)],
+)  # fmt: skip
+def test_choice_is_over_mpi_if_mpi_moves_data_between_hosts(
+    backend: str, across: str, over_mpi: bool
+) -> None:
+    assert chosen({}, backend=backend, across=across).over_mpi == over_mpi
+
+
+@pytest.mark.parametrize(
     ("environ", "packages", "name", "crossing"),
     [
         (mpich(1, 2, 0, 1), ("mpi4py", "torch"), "mpi", "mpi"),
@@ -220,7 +231,8 @@ def test_choose_nccl_by_name_selects_a_host_transport(
     world = {"rank": 0, "size": size, "local_rank": 0, "local_size": local_size}
     chosen_transport = chosen({}, backend=backend, **world)
     assert (chosen_transport.name, chosen_transport.host) == ("nccl", host)
-    assert chosen_transport.options == {"host": host, "devices": devices}
+    assert chosen_transport.host == host
+    assert chosen_transport.options["devices"] == devices
     assert "asked for by name" in chosen_transport.reason
 
 

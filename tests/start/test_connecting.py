@@ -13,7 +13,7 @@ from collective.contract.store import Store
 from collective.contract.world import World
 from collective.errors import RendezvousError
 from collective.start.connecting import connect, tell_ended
-from collective.start.memory_store import MemoryStore
+from collective.start.stores import MemoryStore
 
 KILLED = "killed by SIGKILL"
 # Longer than any test may wait: the ranks must not need it.

@@ -12,14 +12,15 @@ import pytest
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 from collective.start.connecting import refuse_ended, tell_ended
-from collective.start.memory_store import MemoryStore
-from collective.start.met_ranks import Place
-from collective.start.roll_call import Card, call_roll
+from collective.start.meeting import Card, call_roll
+from collective.start.stores import MemoryStore
 
 CARD = Card(2, "host", "1.0", "actor")
 
 
-def call(store: MemoryStore, *cards: Card, seconds: float = 20.0) -> list[Future[Place]]:
+def call(
+    store: MemoryStore, *cards: Card, seconds: float = 20.0
+) -> list[Future[tuple[str, int, int]]]:
     """Have members with the ranks 0, 1, … meet; return when all are through."""
     with ThreadPoolExecutor(len(cards)) as pool:
         return [
@@ -31,17 +32,17 @@ def call(store: MemoryStore, *cards: Card, seconds: float = 20.0) -> list[Future
 def test_members_agree_on_job_and_hosts() -> None:
     cards = [CARD._replace(size=3, host=host) for host in "aba"]
     places = [future.result() for future in call(MemoryStore(), *cards)]
-    assert [place[1:] for place in places] == [(0, 3, 0, 2), (1, 3, 0, 1), (2, 3, 1, 2)]
-    assert len({place.job for place in places}) == 1
+    assert [place[1:] for place in places] == [(0, 2), (0, 1), (1, 2)]
+    assert len({job for job, *_ in places}) == 1
 
 
 def test_member_alone_needs_nobody() -> None:
-    assert call(MemoryStore(), CARD._replace(size=1))[0].result()[1:] == (0, 1, 0, 1)
+    assert call(MemoryStore(), CARD._replace(size=1))[0].result()[1:] == (0, 1)
 
 
 def test_groups_of_one_name_have_different_jobs() -> None:
     store = MemoryStore()
-    assert len({call(store, CARD, CARD)[0].result().job for _ in range(3)}) == 3
+    assert len({call(store, CARD, CARD)[0].result()[0] for _ in range(3)}) == 3
 
 
 @pytest.mark.parametrize("stale", [{"size": 7}, {"version": "0.1"}, {"host": "gone"}])
@@ -54,8 +55,8 @@ def test_card_of_a_dead_member_is_ignored(stale: dict[str, Any]) -> None:
         leader = pool.submit(call_roll, store, 0, CARD, Deadline(20.0))
         store.get("list", Deadline(20.0))  # the leader has read the old card
         member = pool.submit(call_roll, store, 1, CARD, Deadline(20.0))
-    assert leader.result()[1:] == (0, 2, 0, 2)
-    assert member.result().job == leader.result().job
+    assert leader.result()[1:] == (0, 2)
+    assert member.result()[0] == leader.result()[0]
 
 
 def test_list_of_a_dead_leader_is_not_accepted() -> None:
@@ -63,7 +64,7 @@ def test_list_of_a_dead_leader_is_not_accepted() -> None:
     old = [CARD._replace(token="dead")] * 2
     store.set("list", json.dumps({"job": "old", "cards": old}).encode())
     store.set("start-old", b"")
-    assert {future.result().job for future in call(store, CARD, CARD)} != {"old"}
+    assert {future.result()[0] for future in call(store, CARD, CARD)} != {"old"}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_card_is_published_again_after_the_leader_cleaned_up() -> None:
         member = pool.submit(call_roll, store, 1, CARD, Deadline(20.0))
         store.get("card-1", Deadline(20.0))
         store.delete("card-1")
-        assert call_roll(store, 0, CARD, Deadline(20.0)).job == member.result().job
+        assert call_roll(store, 0, CARD, Deadline(20.0))[0] == member.result()[0]
 
 
 def test_meeting_leaves_no_cards() -> None:

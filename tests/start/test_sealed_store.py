@@ -22,12 +22,11 @@ from collective.deadline import Deadline
 from collective.errors import ConfigError, InvalidArgumentError, RendezvousError
 from collective.start.config import load
 from collective.start.connecting import connect
-from collective.start.file_store import FileStore
-from collective.start.resolver import build
-from collective.start.sealed_store import SealedStore, seal
+from collective.start.stores import FileStore, SealedStore, seal
 from collective.tools.cli.main import main
 from tests.backends.peers.test_monitor import FAR, world
 from tests.start.test_stores import free_address, store
+from tests.start.test_world import world as world_of
 from tests.support.interpreter import ROOT, printed
 from tests.support.launches import DEADLINE_S, Launches, launches  # noqa: F401  a fixture
 
@@ -411,7 +410,7 @@ def _in_a_file_for_all() -> object:
 
 SHOWN: dict[str, Callable[[], object]] = {
     "the settings": lambda: load({}),
-    "the world": lambda: build(load({"size": 1})),
+    "the world": lambda: world_of(size=1),
     "the secret": lambda: (load({}).secret, f"{load({}).secret}", [load({}).secret]),
     "the doctor": _settings_of_the_doctor,
     "the error of a short one": _too_short,
@@ -527,7 +526,7 @@ AT_AN_ADDRESS = {**TWO_HOSTS, "store": "tcp://127.0.0.1:29511"}
 
 def test_build_across_hosts_without_secret_warns() -> None:
     with pytest.warns(RuntimeWarning, match=r"meet at 127\.0\.0\.1:29511 without.*SECRET_FILE"):
-        assert build(load(AT_AN_ADDRESS)).open
+        assert world_of(**AT_AN_ADDRESS).open
 
 
 UNWARNED: dict[str, tuple[dict[str, object], dict[str, str], bool]] = {
@@ -544,7 +543,7 @@ def test_build_in_safe_or_silenced_world_prints_no_warning(
     arguments: dict[str, object], environ: dict[str, str], open_: bool
 ) -> None:
     os.environ.update(environ)
-    assert build(load(arguments)).open is open_
+    assert world_of(**arguments).open is open_
 
 
 OBJECTS: dict[str, Callable[[Any], object]] = {

@@ -23,9 +23,8 @@ from collective.errors import (
     UnsupportedError,
 )
 from collective.start import session
-from collective.start.config import load
-from collective.start.resolver import build
 from collective.testing import run_ranks
+from tests.start.test_world import world as world_of
 from tests.support.interpreter import run_python
 from tests.support.launches import ROOT, launches  # noqa: F401
 
@@ -176,7 +175,7 @@ def test_init_with_comm_and_rank_settings_raises(mpi4py, tmp_path):
 
 
 def test_init_with_comm_in_thread_ranks_raises_unsupported(mpi4py):
-    session.thread_world(build(load({})))
+    session.thread_world(world_of())
     try:
         with pytest.raises(UnsupportedError, match="mpiexec"):
             collective.init(comm=mpi4py.Intracomm())

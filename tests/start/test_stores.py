@@ -31,11 +31,8 @@ from collective.deadline import Deadline
 from collective.errors import RendezvousError, UnsupportedError
 from collective.memory.buffer import Buffer
 from collective.start import tcp_store
-from collective.start.file_store import FileStore
-from collective.start.memory_store import MemoryStore
 from collective.start.rendezvous import Endpoint
-from collective.start.resolver import _LateStore
-from collective.start.sealed_store import SealedStore
+from collective.start.stores import FileStore, LateStore, MemoryStore, SealedStore
 from collective.start.tcp_store import TcpStore
 from tests.backends.peers.test_monitor import FAR
 from tests.support.interpreter import run_together, started
@@ -125,7 +122,7 @@ KINDS: dict[str, Callable[[Path, contextlib.ExitStack], Opener]] = {
     "generation": lambda directory, _: (
         lambda: WatchedStore(FileStore(directory), "job.1.", lambda: None, lasts=True)
     ),
-    "late": lambda directory, _: lambda: _LateStore(lambda: FileStore(directory)),
+    "late": lambda directory, _: lambda: LateStore(lambda: FileStore(directory)),
 }
 
 
@@ -215,7 +212,7 @@ def test_put_if_absent_race_between_processes_has_one_winner(tmp_path: Path) -> 
     program = textwrap.dedent(f"""
         import sys
         from collective.deadline import Deadline
-        from collective.start.file_store import FileStore
+        from collective.start.stores import FileStore
         store = FileStore({str(tmp_path / "store")!r})
         store.set("here-" + sys.argv[1], b"")
         for rank in range(4):
@@ -356,7 +353,7 @@ def test_late_store_opens_at_first_request_only(tmp_path: Path) -> None:
         opened.append(FileStore(tmp_path / "store"))
         return opened[-1]
 
-    late = _LateStore(open_store)
+    late = LateStore(open_store)
     assert "not open" in str(late)
     late.check()
     late.close()

@@ -28,7 +28,7 @@ from collective.deadline import Deadline
 from collective.errors import BackendUnavailableError, RendezvousError
 from collective.start import tcp_store, torch_store
 from collective.start.rendezvous import Endpoint
-from collective.start.sealed_store import seal
+from collective.start.stores import seal
 from collective.start.tcp_store import StoreServer, TcpStore
 from collective.start.torch_store import AgentStore
 from tests import warm
@@ -428,7 +428,7 @@ EXCHANGE = """
     from collective.start.config import load
     from collective.start.resolver import build
     config = load({})
-    world = build(config)
+    world = build(config, choose(config))
     end = Deadline(60.0)
     ranks = range(world.size)
     world.store.set(f"address-{world.rank}", world.address.encode())

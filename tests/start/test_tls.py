@@ -23,11 +23,11 @@ from collective.deadline import Deadline
 from collective.errors import ConfigError, RendezvousError
 from collective.start.certificates import resolve
 from collective.start.config import load
-from collective.start.resolver import build
 from collective.start.tcp_store import TcpStore
 from collective.tools.doctor import across_hosts
 from tests.backends.peers.test_monitor import FAR, KEY, start
 from tests.start.test_stores import free_address, store
+from tests.start.test_world import world as world_of
 
 pytestmark = pytest.mark.usefixtures("nowhere")
 TEXT = "5ca1ab1e" * 8
@@ -307,11 +307,11 @@ def test_build_with_unusable_tls_settings_raises_config_error(
 ) -> None:
     arguments = {key: value for key, value in make(certificates).items() if value}
     with pytest.raises(ConfigError, match=why):
-        build(load(arguments))
+        world_of(**arguments)
 
 
 def test_build_without_settings_uses_no_tls() -> None:
-    assert build(load({})).tls is None
+    assert world_of().tls is None
 
 
 # -- the report of doctor --------------------------------------------------------------------

@@ -21,10 +21,10 @@ from collective.deadline import Deadline
 from collective.errors import ConfigError, RendezvousError
 from collective.start import choice
 from collective.start.config import load
-from collective.start.file_store import FileStore
 from collective.start.launchers import Launched, detect, names_of_place
 from collective.start.rendezvous import expand, from_environment
-from collective.start.resolver import _LateStore, build
+from collective.start.resolver import build
+from collective.start.stores import FileStore, LateStore
 from collective.start.tcp_store import TcpStore
 from tests.support.interpreter import run
 from tests.support.network_hosts import free_port
@@ -191,7 +191,8 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def world(environ: Mapping[str, str] | None = None, **arguments: object) -> World:
     os.environ.update(environ or {})
-    return build(load(arguments))
+    config = load(arguments)
+    return build(config, choice.choose(config))
 
 
 # -- detection ---------------------------------------------------------------------------
@@ -413,11 +414,11 @@ def test_detect_takes_processes_of_gforker_as_those_of_one_host(tmp_path: Path) 
 
 def test_place_has_one_name_more_for_each_launcher_that_tells_it() -> None:
     os.environ.update({**OURS, "RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29"})
-    ours = names_of_place(1, 4, OURS["COLLECTIVE_STORE"])
+    ours = names_of_place(1, 4, OURS["COLLECTIVE_STORE"], detected(os.environ))
     for name in OURS:
         del os.environ[name]
     launched = detected(os.environ)
-    of_torch = names_of_place(1, 4, launched.job or "")
+    of_torch = names_of_place(1, 4, launched.job or "", launched)
     assert set(of_torch) < set(ours)
     assert ours[0] not in of_torch
 
@@ -425,8 +426,9 @@ def test_place_has_one_name_more_for_each_launcher_that_tells_it() -> None:
 @pytest.mark.parametrize("place", [(0, 4, "/a"), (1, 3, "/a"), (1, 4, "/b")], ids=str)
 def test_place_given_by_arguments_has_one_name(place: tuple[int, int, str]) -> None:
     os.environ.update({**OURS, "COLLECTIVE_STORE": "/a"})
-    (name,) = names_of_place(*place)
-    assert name not in names_of_place(1, 4, "/a")
+    launched = detected(os.environ)
+    (name,) = names_of_place(*place, launched)
+    assert name not in names_of_place(1, 4, "/a", launched)
 
 
 # -- worlds ------------------------------------------------------------------------------
@@ -514,7 +516,7 @@ def test_store_directory_writable_by_all_raises(tmp_path: Path) -> None:
 
 def met(joined: World) -> TcpStore:
     """Return the store that a world opens when it is first used."""
-    assert isinstance(joined.store, _LateStore)
+    assert isinstance(joined.store, LateStore)
     joined.store.try_get("key")
     opened = joined.store._store
     assert isinstance(opened, TcpStore)

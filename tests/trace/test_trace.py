@@ -22,7 +22,7 @@ from collective.contract.world import World
 from collective.errors import ConfigError, MismatchError
 from collective.start.config import load
 from collective.start.connecting import connect
-from collective.start.memory_store import MemoryStore
+from collective.start.stores import MemoryStore
 from collective.testing import run_ranks
 from collective.tools.cli.main import main
 from collective.tools.profile.events import merge, read

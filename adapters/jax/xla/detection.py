@@ -83,8 +83,10 @@ def _known() -> tuple[str, int, int]:
         raise RuntimeError("the variables of `collective run --jax` were removed")
     # The coordinator would not answer the child of a process that is connected to it already.
     session = importlib.import_module("collective.start.session")
+    launchers = importlib.import_module("collective.start.launchers")
     coordinator, size, rank = known
-    session.take_place("jax.distributed.initialize", rank, size, coordinator)()
+    launched = launchers.detect(os.environ)
+    session.take_place("jax.distributed.initialize", rank, size, coordinator, launched)()
     # By default JAX's coordinator listens on all interfaces. A program that names an address itself
     # does not come here: this variable would make the coordinator listen at another port than the
     # program's.

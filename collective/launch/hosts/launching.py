@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from collective.contract.secret import parse
-from collective.elastic.arrivals import Arrivals
+from collective.generations.arrivals import Arrivals
 from collective.start import certificates
 from collective.start.config import load
 from collective.start.connecting import failing, tell_ended
 from collective.start.host_list import HostSlots
-from collective.start.resolver import at_server, of_run
+from collective.start.resolver import of_run
+from collective.start.stores import seal
 from collective.start.tcp_store import StoreServer
 
 from ..attempts import run_attempts
@@ -111,8 +112,8 @@ class _Run:
         first = where[0].machine
         host = store_address(self._cluster.living, config.interface)
         shared = shared_variables(self._size, "", "", first.hello["port"], number)
-        secret = parse(shared["COLLECTIVE_SECRET"])
-        with StoreServer(host, of_run(secret), certificates.resolve(config)) as server:
+        secret = of_run(parse(shared["COLLECTIVE_SECRET"]))
+        with StoreServer(host, secret, certificates.resolve(config)) as server:
             if number == 0:
                 check_reachability(self._cluster, server.endpoint, config.interface)
             shared.update(
@@ -132,7 +133,7 @@ class _Run:
                 }
                 for rank, place in enumerate(where)
             ]
-            met_in = at_server(server, secret)
+            met_in = seal(server.store(), secret)
             hosts = [self._cluster.machines.index(place.machine) for place in where]
 
             def tell(ended: Mapping[int, str]) -> None:

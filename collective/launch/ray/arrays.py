@@ -29,8 +29,9 @@ import numpy as np
 
 from collective.errors import DeviceError, PeerLostError, UnsupportedError
 from collective.platform import fix_length, is_file, shared_file, still_leads_to
+from collective.start.meeting import host_id
 
-from .group import ActorGroup, group_with, host_id
+from .group import ActorGroup, group_with
 
 __all__ = [
     "Ends", "GroupTransport", "NumpyGroupTransport", "NumpyTransport", "SharedArrays",

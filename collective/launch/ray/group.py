@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import socket
 import weakref
 from functools import partial
 from typing import Any
@@ -13,17 +11,13 @@ from urllib.parse import quote
 from collective.communicator import Communicator
 from collective.deadline import Deadline
 from collective.launch.actor_calls import ActorCalls
-from collective.platform import boot_id
-from collective.start.config import load, secret_of
-from collective.start.config import settings as collective_settings
+from collective.start.config import load
 from collective.start.connecting import refuse_ended, tell_ended
-from collective.start.met_ranks import connect_met
+from collective.start.meeting import connect_met, host_id
 from collective.start.ray_store import RayStore
-from collective.start.rendezvous import Endpoint
-from collective.start.roll_call import Card, call_roll
-from collective.start.sealed_store import seal
+from collective.start.rendezvous import from_text
 
-__all__ = ["ActorGroup", "forget", "group_with", "host_id", "meet_actors", "tell_dead"]
+__all__ = ["ActorGroup", "forget", "group_with", "meet_actors", "tell_dead"]
 
 # Untyped, because mypy also runs where Ray is not installed.
 _Base: Any = importlib.import_module(
@@ -97,11 +91,6 @@ def group_with(*actors: str) -> ActorGroup | None:
     return None
 
 
-def host_id() -> str:
-    """Return a text that only processes on this host share."""
-    return f"{socket.gethostname()} {boot_id()}"
-
-
 def meet_actors(
     size: int, rank: int, name: str, *, lasting: bool = False, **settings: Any
 ) -> Communicator:
@@ -120,18 +109,24 @@ def meet_actors(
         ConfigError, BackendUnavailableError: as for :func:`collective.init`.
     """
     context = importlib.import_module("ray").get_runtime_context()
-    secret = secret_of(collective_settings({}))
-    if secret is not None:
-        secret = secret.within("ray", name)
-    roll = _store(f"{name}/roll")
-    deadline = Deadline(load({"rank": 0, "size": 1}).start_timeout)
+    actor = context.get_actor_id()
+    place = {"rank": 0, "size": 1, "local_rank": 0, "local_size": 1}
+    deadline = Deadline(load({**place, **settings}).start_timeout)
     if rank == 0:
         forget(name)  # also the keys of ranks that met here, and then failed to connect
-    look = partial(refuse_ended, _store(_ends_of(name)), rank, size)
-    place = call_roll(seal(roll, secret), rank, _card(size, context), deadline, look)
-    keys = _store(f"{name}/{place.job}")
-    toward = _control_service(context)
-    comm = connect_met(place, seal(keys, secret), secret, toward, **settings)
+    comm = connect_met(
+        _store(name),
+        rank,
+        size,
+        context=("ray", name),
+        # This host's address is the one toward Ray's control service, which all hosts reach.
+        toward=lambda config: from_text(
+            str(context.gcs_address or ""), "the address of Ray's control service"
+        ),
+        label=f"actor {actor[:8]}" if actor else "a process that is no actor",
+        look=partial(refuse_ended, _store(_ends_of(name)), rank, size),
+        **settings,
+    )
     # Delete the keys as early as possible: a driver or an actor that is killed deletes nothing.
     try:
         if not lasting:
@@ -171,21 +166,3 @@ def forget(name: str, *, ends: bool = False) -> None:
 def _store(name: str) -> RayStore:
     namespace = importlib.import_module("ray").get_runtime_context().namespace
     return RayStore(importlib.import_module("ray.experimental.internal_kv"), f"{namespace}/{name}")
-
-
-def _card(size: int, context: Any) -> Card:
-    from collective import __version__
-
-    actor = context.get_actor_id()
-    label = f"actor {actor[:8]}" if actor else "a process that is no actor"
-    return Card(
-        size, host_id(), __version__, f"{label} on {socket.gethostname()}, pid {os.getpid()}"
-    )
-
-
-def _control_service(context: Any) -> Endpoint | None:
-    """Return the address of Ray's control service, toward which a host's address is chosen."""
-    host, _, port = str(context.gcs_address or "").rpartition(":")
-    if not host or not port.isdecimal():
-        return None
-    return Endpoint(host.strip("[]"), int(port), "the address of Ray's control service")

@@ -26,9 +26,8 @@ from collective.contract import registry
 from collective.deadline import Deadline
 from collective.errors import CollectiveError
 from collective.launch.processes import mpi_segments, remove_segments
-from collective.start.choice import installed
+from collective.start.choice import installed, options
 from collective.start.config import load
-from collective.start.resolver import name_libraries, options
 
 from . import gpus
 
@@ -214,7 +213,7 @@ def main(*arguments: str) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of libraries must not mix with the answers
     with contextlib.suppress(CollectiveError):
-        name_libraries(load({}))
+        load({}).name_libraries()
     for question in questions:
         topic, _, name = question.partition(" ")
         try:

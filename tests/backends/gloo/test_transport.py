@@ -31,7 +31,7 @@ from collective.errors import (
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.start.connecting import connect
-from collective.start.file_store import FileStore
+from collective.start.stores import FileStore
 from collective.testing import RankPool
 from tests import warm
 from tests.backends.peers.test_monitor import listening

@@ -28,7 +28,7 @@ from collective.errors import (
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import from_numpy, named
 from collective.request import Request
-from collective.start.memory_store import MemoryStore
+from collective.start.stores import MemoryStore
 from tests.fakes import Fake
 from tests.support.nccl_processes import (
     FAR,

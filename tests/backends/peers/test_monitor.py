@@ -33,7 +33,7 @@ from collective.errors import (
 )
 from collective.memory.dtypes import named
 from collective.request import Request
-from collective.start.file_store import FileStore
+from collective.start.stores import FileStore
 from tests.support.interpreter import started
 
 FAR = 30.0
@@ -273,7 +273,7 @@ import os, sys
 from tests.backends.peers.test_monitor import world
 from collective.backends.peers.monitor import Monitor
 from collective.deadline import Deadline
-from collective.start.file_store import FileStore
+from collective.start.stores import FileStore
 monitor = Monitor.start(world({rank}, 3, FileStore({store!r})), Deadline(30))
 print("here", flush=True)
 sys.stdin.readline()

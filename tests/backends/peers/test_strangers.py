@@ -29,7 +29,7 @@ from collective.backends.peers.monitor import Monitor
 from collective.backends.peers.server import Server
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
-from collective.start.file_store import FileStore
+from collective.start.stores import FileStore
 from tests import warm
 from tests.backends.peers.test_monitor import FAR, KEY, until, wait_for_error, world
 from tests.support.interpreter import started

@@ -32,7 +32,7 @@ from collective.errors import (
     CommunicatorAbortedError,
     PeerFailedError,
 )
-from collective.start.file_store import FileStore
+from collective.start.stores import FileStore
 from collective.testing import RankPool, RanksFailedError
 from tests.support.on_ranks import on_ranks, ranks_of
 

@@ -9,7 +9,7 @@ import collective
 from collective.contract.world import World
 from collective.errors import MismatchError
 from collective.memory.arrays import adapter_of
-from collective.start.file_store import FileStore
+from collective.start.stores import FileStore
 from tests.support.on_ranks import on_ranks, ranks_of
 
 some = ranks_of(("shm", 2), ("shm", 3), timeout=20.0)

@@ -32,7 +32,7 @@ from collective.errors import (
     UnsupportedError,
 )
 from collective.start.connecting import connect
-from collective.start.file_store import FileStore
+from collective.start.stores import FileStore
 from collective.testing import RankDiedError, RanksFailedError, run_ranks
 from collective.testing.checks_shrink import await_files, gather
 from tests.support.on_ranks import on_ranks, ranks_of

@@ -7,6 +7,7 @@ and the lineage of the next generation. The communicator makes its successor fro
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -14,23 +15,27 @@ import numpy as np
 
 from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
+from collective.contract.decision import Decision
 from collective.contract.failure import Failure
 from collective.deadline import Deadline
 from collective.errors import (
     CollectiveTimeoutError,
+    CommunicatorAbortedError,
     InvalidArgumentError,
     RankError,
     RendezvousError,
     UnsupportedError,
 )
 
-from .agreement import agreed
 from .arrivals import Arrivals
 from .lineage import Lineage
 from .next_generation import NextGeneration
 from .succession import Succession
 
 __all__ = ["Parent", "agree", "grow", "shrink", "waiting"]
+
+# Interval at which a rank that waits in agree() checks whether another rank has given up.
+_GIVEN_UP_LOOK_S = 0.05
 
 
 class Parent(Protocol):
@@ -140,16 +145,58 @@ def waiting(parent: Parent) -> int:
 
 
 def agree(parent: Parent, flag: bool, deadline: Deadline) -> bool:
-    """Return whether every living rank votes yes; see ``Communicator.agree``.
+    """Return whether all living ranks vote yes, alike on all ranks; see ``Communicator.agree``.
+
+    The ranks vote through the store in which they met.
 
     Args:
         parent: the communicator.
         flag: vote of this rank.
         deadline: deadline of the vote.
+
+    Raises:
+        CollectiveTimeoutError: a rank did not vote, and was not detected as lost.
+        CommunicatorAbortedError: another rank has given up this agreement, and shrinks.
+        RendezvousError: the store is gone.
     """
     lineage, succession = _lineage_of(parent, "agree"), parent.succession
     succession.agreements += 1
-    return agreed(lineage, parent.transport, succession.agreements, flag, deadline)
+    if len(lineage.origin) == 1:
+        return flag
+    backend, number = parent.transport, succession.agreements
+    store, me = lineage.root.store, lineage.root.rank
+    before, key = (f"{lineage.name}.{lineage.generation}.agree.{n}" for n in (number - 1, number))
+
+    opened = f"{lineage.name}.{lineage.generation + 1}.open"
+    looked_at = time.monotonic()
+
+    def lost() -> set[int]:
+        nonlocal looked_at
+        if (now := time.monotonic()) >= looked_at + _GIVEN_UP_LOOK_S:
+            looked_at = now
+            # Read the verdict after `opened`: the rank that shrinks may have read the verdict first
+            # and shrunk since. Then it has not given up this agreement.
+            if store.try_get(opened) is not None and store.try_get(key) is None:
+                raise CommunicatorAbortedError(
+                    f"agree: another rank has given up waiting, and calls shrink(); call shrink() "
+                    f"too, to continue with that rank [rank {lineage.origin.index(me)} of "
+                    f"{len(lineage.origin)}]"
+                )
+        return {lineage.origin[rank] for rank in backend.lost()}
+
+    decision = Decision(store, key, me, lineage.origin, lost, "agree", lineage.origin.index)
+    verdict = decision.made(
+        {"flag": flag},
+        lambda notes, lost: all(note["flag"] for note in notes.values()),
+        grace=None,
+        deadline=deadline,
+    )
+    # Delete the keys of the previous agreement. Every rank that took part in this one has read the
+    # previous verdict, and lost ranks do not come back to read it.
+    store.delete(f"{before}.{me}")
+    if me == lineage.origin[0]:
+        store.delete(before)
+    return bool(verdict)
 
 
 def _lineage_of(parent: Parent, what: str) -> Lineage:
