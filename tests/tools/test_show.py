@@ -159,7 +159,7 @@ def profile() -> None:
     cost = OperationCost("reduce_scatter", 123_456, 1 << 40, 2e12, 123.4, 50.0, 73.4,
                          Counter({13: 70, 1: 30}), 10.0, 8.7)  # fmt: skip
     about = {"rank": 0, "size": 16, "local_size": 16, "cores": 32, "backend": "hierarchical"}
-    report.show(show.console(), Profile(about, 16, 200.0, [cost], None, 2e-5), None)
+    report.show(show.console(), Profile(about, 16, 200.0, [cost], None, 2e-5))
 
 
 def config() -> None:
