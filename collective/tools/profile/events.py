@@ -11,7 +11,7 @@ from typing import Any
 
 from collective.errors import ConfigError
 from collective.trace import FIRST_LANE
-from collective.trace.file import open_file
+from collective.trace.tracer import open_file
 
 __all__ = ["RankTrace", "Slice", "merge", "read"]
 
