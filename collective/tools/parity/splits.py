@@ -83,7 +83,7 @@ def _on_a_rank(comm: Communicator, frameworks: list[str], seed: int) -> dict[str
 def _differences(comm: Communicator | None, name: str, seed: int) -> dict[str, float]:
     """Return the largest difference from the oracle, for each way to split."""
     framework(name).settle(0 if comm is None else comm.rank)
-    module = importlib.import_module(f"collective.tools.parity.{name}_splits")
+    module = importlib.import_module(f"collective.tools.models.{name}")
     if comm is None:
         ways = _IN_TURN
     else:
