@@ -5,10 +5,9 @@ Communication Operations in MPICH" (2005), section 3. A message of m bytes costs
 START_BYTES + m, in units of the time that one byte takes. Folding a byte costs one unit
 more. All ranks compute the same costs from the same sizes, so they choose the same algorithm.
 
-Costs are whole numbers, and :mod:`.model` predicts times in floats from the same formulas. The two
-stay apart. Products of floats could round to two choices on two kinds of processors, and ranks with
-different algorithms wait for each other without end. A choice from the model's counts would also
-take 7.8 µs in place of 0.37. ``tests/algorithms/test_costs.py`` compares the two.
+Costs are whole numbers. Products of floats could round to two choices on two kinds of processors,
+and ranks with different algorithms wait for each other without end.
+``tests/algorithms/test_costs.py`` compares the choices with the published formulas.
 """
 
 from __future__ import annotations

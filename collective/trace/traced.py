@@ -5,26 +5,35 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import socket
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from collective.communicator import Communicator
 from collective.communicator.listener import CallEvent, Listened, Listener
 from collective.contract.work import Lane, Work
 from collective.errors import CollectiveTimeoutError, ConfigError, MismatchError
-from collective.platform import usable_cores
+from collective.platform import boot_id, usable_cores
 from collective.request import Disagreement, Request, call_site
 
-from .clocks import clock_of_host, offsets
 from .tracer import Tracer, now, opened, set_current
 
-__all__ = ["TracedCalls", "start_tracing"]
+__all__ = ["TracedCalls", "offsets", "start_tracing"]
+
+if TYPE_CHECKING:
+    from collective.communicator.host_calls import HostCalls
 
 T = TypeVar("T")
 # Maximum number of distinct calls, and of places in the program, whose text is kept.
 _KEPT = 1024
 # Maximum number of members of a group, or of ranks in an error, that are listed one by one.
 _LISTED = 8
+# Number of exchanges with each host; the fastest one counts.
+_ROUNDS = 16
+_TAG = 2**31 - 1
 
 
 class TracedCalls(Listener):
@@ -144,7 +153,7 @@ def start_tracing(comm: Communicator, directory: str) -> None:
         except OSError as error:
             refused = f"{error.filename or directory}: {error.strerror}"
     mine = comm.rank if tracer is None else tracer.rank
-    about = [secrets.token_hex(4), refused, goes_on, clock_of_host(), now(), mine]
+    about = [secrets.token_hex(4), refused, goes_on, _clock_of_host(), now(), mine]
     try:
         every = _gathered(comm, directory, about)
     except BaseException:
@@ -163,7 +172,7 @@ def start_tracing(comm: Communicator, directory: str) -> None:
                 every[0][4] - offset,
                 {
                     "run": every[0][0], "size": comm.size, "local_size": comm.local_size,
-                    "host": comm.host, "cores": _cores(), "backend": comm.backend,
+                    "host": comm.host, "cores": usable_cores(), "backend": comm.backend,
                     "enqueues": comm.enqueues, "clock_error_us": off_by * 1e6,
                 },
             )  # fmt: skip
@@ -246,14 +255,62 @@ def _refuse(every: Sequence[Sequence[Any]], rank: int) -> None:
         )
 
 
-def _cores() -> int:
-    """Return the number of cores that this rank may use."""
-    return usable_cores()
-
-
 def _members(ranks: tuple[int, ...]) -> str:
     """Return a short text for the members of a group, different for other members."""
     if len(ranks) <= _LISTED:
         return ",".join(map(str, ranks))
     digest = hashlib.blake2b(repr(ranks).encode(), digest_size=4).hexdigest()
     return f"{len(ranks)} ranks {digest}"
+
+
+# -- clocks: their offsets between the hosts of the ranks -----------------------------------------
+
+
+def _clock_of_host() -> str:
+    """Return a text that is equal for processes with the same clock of ``time.monotonic()``."""
+    return boot_id() or socket.gethostname()
+
+
+def offsets(
+    comm: Communicator, clocks: list[str], now: Callable[[], float] = time.monotonic
+) -> list[tuple[float, float]]:
+    """Measure each rank's clock against that of rank 0.
+
+    This is Cristian's algorithm (F. Cristian, "Probabilistic clock synchronization", Distributed
+    Computing 3, 1989). The first rank of each host asks rank 0 several times for its time. It uses
+    the answer with the shortest round trip, and assumes that rank 0 read its clock half-way.
+
+    Collective: every rank calls it.
+
+    Args:
+        clocks: the result of :func:`_clock_of_host` on each rank.
+        now: the clock, in seconds.
+
+    Returns:
+        For each rank, the seconds to add to its clock to get rank 0's clock, and the possible
+        error of that number. Later the clocks of the hosts drift apart by some µs a second.
+    """
+    first = [clocks.index(clock) for clock in clocks]
+    leaders = sorted(set(first) - {0})
+    if not leaders:
+        return [(0.0, 0.0)] * comm.size
+    hosted = comm.on_host  # the times are in host memory, for any transport
+    mine = (0.0, 0.0)
+    for leader in leaders:
+        if comm.rank == 0:
+            for _ in range(_ROUNDS):
+                hosted.recv(leader, tag=_TAG)
+                hosted.send(np.array([now()]), leader, tag=_TAG)
+        elif comm.rank == leader:
+            mine = min((_ask(hosted, now) for _ in range(_ROUNDS)), key=lambda pair: pair[1])
+    every = comm.all_gather_object(list(mine))
+    return [(float(every[leader][0]), float(every[leader][1])) for leader in first]
+
+
+def _ask(hosted: HostCalls, now: Callable[[], float]) -> tuple[float, float]:
+    """Return the offset of rank 0's clock by one exchange, and half the time of the exchange."""
+    asked = now()
+    hosted.send(np.array([0.0]), 0, tag=_TAG)
+    (answer,) = hosted.recv(0, tag=_TAG)
+    half = (now() - asked) / 2
+    return float(answer) - (asked + half), half

@@ -11,18 +11,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
+import fcntl
 import itertools
 import json
 import os
+import stat
 import sys
 import threading
 import time
 from contextlib import AbstractContextManager
 from typing import Any
 
-from .file import HEAD, open_file
-
-__all__ = ["FIRST_LANE", "Interval", "Tracer", "current", "interval", "now", "span", "step"]
+__all__ = [
+    "FIRST_LANE",
+    "Interval",
+    "Tracer",
+    "current",
+    "interval",
+    "now",
+    "open_file",
+    "span",
+    "step",
+]
 
 # In a trace, each rank is a process. Tracks must have other numbers than ranks, because Perfetto
 # shows a track with the number of its process as the main thread, and also shows track 0 there.
@@ -33,6 +44,8 @@ FIRST_LANE = 2_000_000
 _AGE_S = 0.2
 _LINES = 1 << 14
 _TAIL = b"\n]}\n"
+# Beginning of every trace that this package writes.
+_HEAD = '{"displayTimeUnit": "ns", "otherData": {'
 
 #: Clock of all times in a trace, in seconds; all processes of a host share it.
 now = time.monotonic
@@ -103,7 +116,7 @@ class Tracer:
             about: facts about the run, for readers of the trace.
         """
         self._zero = zero
-        head = HEAD + json.dumps({**about, "rank": self.rank})[1:]
+        head = _HEAD + json.dumps({**about, "rank": self.rank})[1:]
         first = self._named("process_name", _FIRST_THREAD, f"rank {self.rank}")
         os.ftruncate(self._file, 0)
         self._write(f'{head}, "traceEvents": [\n{first}'.encode())
@@ -267,6 +280,46 @@ class Tracer:
             if self._file >= 0:
                 os.close(self._file)
             self.ended, self._file = True, -1
+
+
+def open_file(path: str) -> int:
+    """Return a file descriptor of a new trace, or of a trace of the same user from an earlier run.
+
+    Other users may be able to put files into the directory, such as /tmp. So an existing link is
+    not followed, an existing pipe is not waited for, and an existing file is overwritten only if it
+    is a trace of this user.
+
+    Raises:
+        OSError: the file cannot be written, another process is writing it, or it is no such trace;
+            with the path.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        if os.path.islink(path):
+            raise FileExistsError(
+                errno.EEXIST, "a link is there, and it is not followed", path
+            ) from None
+        file = os.open(path, flags)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(0, "another process is writing it", path) from None
+        except OSError:
+            pass  # the file system has no locks
+        status = os.fstat(file)
+        head = _HEAD.encode()
+        # After a run that was killed or had no space left, the file may hold a part of the head.
+        if not stat.S_ISREG(status.st_mode) or not head.startswith(os.pread(file, len(head), 0)):
+            raise FileExistsError(errno.EEXIST, "it is no trace; it is not overwritten", path)
+        if status.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, f"the file belongs to uid {status.st_uid}", path)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
 
 
 # -- marks of the program -----------------------------------------------------------------------

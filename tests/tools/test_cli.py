@@ -163,14 +163,11 @@ REFUSED = {
     "profile": [
         (["-n", "2"], "no program given"),
         (["-n", "2", "absent.py"], "script 'absent.py': no such file"),
-        (["-n", "2", "--per-host", "4", "train.py"], "--per-host needs --link"),
-        (["-n", "2", "--link", "1us,1GB/s", "train.py"], "need --predict, which is not given"),
         (["--trace", "nowhere"], "no trace in nowhere"),
         (["-n", "2", "--backend", "shmm", "train.py"], "Did you mean 'shm'?"),
         (["-n", "2", "--json", "absent/a.json", "train.py"], "--json absent/a.json: it cannot be"),
         (["-n", "2", "--trace", "train.py/a", "train.py"], "--trace train.py/a: no files can be"),
-        (["--predict", "8,x"], "'8,x'; expected integers >= 1 with commas between them"),
-        (["--link", "fast"], "a time and a rate"),
+        (["--predict", "8", "train.py"], "unrecognized arguments: --predict"),
         (["-n", "0"], "'0'; expected an integer >= 1"),
     ],
 }

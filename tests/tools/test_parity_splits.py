@@ -13,7 +13,8 @@ if importlib.util.find_spec("chainer") is None:
     pytest.skip("chainer is not installed", allow_module_level=True)
 
 from collective.errors import InvalidArgumentError
-from collective.tools.parity import splits, torch_splits
+from collective.tools.models import torch as of_torch
+from collective.tools.parity import splits
 from collective.tools.parity.layers import NETWORKS, draw, gradients
 from collective.tools.parity.runner import Comparison
 from collective.tools.parity.transports import survey
@@ -35,7 +36,7 @@ def test_compare_splits_of_both_frameworks_with_oracle_passes(backend: str) -> N
 
 
 def test_compare_splits_finds_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = torch_splits.gradients
+    right = of_torch.gradients
 
     def wrong(layers: Any, arrays: Any, **how: Any) -> Any:
         result = right(layers, arrays, **how)
@@ -43,7 +44,7 @@ def test_compare_splits_finds_wrong_gradient(monkeypatch: pytest.MonkeyPatch) ->
             result["weight 0"] = result["weight 0"] + 1e-10
         return result
 
-    monkeypatch.setattr(torch_splits, "gradients", wrong)
+    monkeypatch.setattr(of_torch, "gradients", wrong)
     in_turn = replace(plan("threads", 2, "torch"), transports=[])
     rows = splits.compare(in_turn, lambda text: None)
     assert [row["what"] for row in rows if not row["passed"]] == ["torch, batch=2, in turn"]

@@ -6,16 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collective.tools.profile.events import RankTrace, Slice
-from collective.tools.profile.measure import Intervals, profile
-from collective.tools.profile.predict import judge
+from collective.tools.profile.measure import Intervals, judge, profile
 from collective.tools.profile.steps import find
 
 BACKGROUND = 2_000_000
 
 
-def a_rank(rank, *slices, size=2, marks=(), handles=()):
+def a_rank(rank, *slices, size=2, marks=()):
     about = {"rank": rank, "size": size, "local_size": size, "backend": "shm", "host": "here"}
-    return RankTrace(about, list(slices), {"program": list(marks)} if marks else {}, list(handles))
+    return RankTrace(about, list(slices), {"program": list(marks)} if marks else {})
 
 
 def a_call(start, end, seq=1, name="all_reduce", nbytes=800, tid=0, site="train.py:7", **args):
@@ -189,19 +188,17 @@ def test_find_with_too_few_calls_returns_none():
 
 
 def test_steps_with_background_calls_keep_time_to_compute():
-    slices, handles = [], []
+    slices = []
     for step in range(8):
         at = 2.0 * step
         # The call is issued at 0.5 and runs from 0.6 to 1.6; the program waits from 1.2.
         slices += [Slice("start all_reduce", "start", 0, at + 0.5, at + 0.5, {}),
                    a_call(at + 0.6, at + 1.6, seq=step, tid=BACKGROUND),
                    Slice("wait all_reduce", "wait", 0, at + 1.2, at + 1.6, {})]  # fmt: skip
-        handles.append((at + 0.5, at + 1.2))
     marks = [2.0 * step for step in range(8)]
-    steps = profile([a_rank(n, *slices, marks=marks, handles=handles) for n in range(2)]).steps
+    steps = profile([a_rank(n, *slices, marks=marks) for n in range(2)]).steps
     assert (steps.comp, steps.sync) == pytest.approx((1.6, 0.4))
     assert (steps.background, steps.hidden) == pytest.approx((1.0, 0.6))
-    assert steps.window == pytest.approx(0.7)
 
 
 # -- the criterion ------------------------------------------------------------------------------

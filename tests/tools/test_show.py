@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from collective.tools import fitting, show
+from collective.tools import show
 from collective.tools.bench import figures, run, training
 from collective.tools.bench.measure import Gap, Pace, Record
 from collective.tools.bench.run import Benchmark, measure
@@ -82,8 +82,8 @@ ROWS = [["4 B", "shm", "123456", "1", ""], ["", "gloo", "–", "–", "it is " *
     ],
 )
 def test_parts_splits_columns_that_do_not_fit(width: int, expected: list[list[int]]) -> None:
-    least = fitting.narrowest(HEADER, ROWS, width)
-    assert fitting.parts(HEADER, ROWS, least, width) == expected
+    least = show.narrowest(HEADER, ROWS, width)
+    assert show.parts(HEADER, ROWS, least, width) == expected
 
 
 def test_lines_wraps_at_spaces_and_ignores_single_wide_cell() -> None:
@@ -92,7 +92,7 @@ def test_lines_wraps_at_spaces_and_ignores_single_wide_cell() -> None:
         ["one", "1", "the environment, as everything else that is here"],
         ["two", "/a/path/that/is/longer/than/that", "a file"],
     ]
-    assert fitting.lines(rows, 32) == [
+    assert show.lines(rows, 32) == [
         "key  value  origin",
         "one  1      the environment, as",
         "            everything else that",
@@ -159,7 +159,7 @@ def profile() -> None:
     cost = OperationCost("reduce_scatter", 123_456, 1 << 40, 2e12, 123.4, 50.0, 73.4,
                          Counter({13: 70, 1: 30}), 10.0, 8.7)  # fmt: skip
     about = {"rank": 0, "size": 16, "local_size": 16, "cores": 32, "backend": "hierarchical"}
-    report.show(show.console(), Profile(about, 16, 200.0, [cost], None, 2e-5), None)
+    report.show(show.console(), Profile(about, 16, 200.0, [cost], None, 2e-5))
 
 
 def config() -> None:

@@ -27,7 +27,7 @@ from collective.testing import run_ranks
 from collective.tools.cli.main import main
 from collective.tools.profile.events import merge, read
 from collective.trace import tracer as tracers
-from collective.trace.clocks import offsets
+from collective.trace.traced import offsets
 from collective.training.gradients import Gradients, Parameter
 from tests.support.interpreter import run_python
 
@@ -419,7 +419,6 @@ with collective.init() as comm:
     comm.all_reduce(np.ones(3), async_op=True).wait()
     assert type(comm) is Communicator
     assert "collective.trace.traced" not in sys.modules
-    assert "collective.trace.clocks" not in sys.modules
     assert trace.span("a") is trace.span("b", index=1)
     assert trace.interval("c") is None
     trace.step()

@@ -84,8 +84,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def execute(options: argparse.Namespace) -> int:
     """Measure and show; return the exit code."""
     # Imported here: these modules import NumPy.
-    from collective.tools.bench.figures import show, write_csv
-    from collective.tools.bench.plot import picture_formats
+    from collective.tools.bench.figures import picture_formats, show, write_csv
     from collective.tools.bench.run import measure
     from collective.tools.bench.training import show as show_training
 
@@ -177,8 +176,8 @@ def _say(results: Results, options: argparse.Namespace) -> bool:
     Returns:
         False if the plot could not be written.
     """
+    from collective.tools.bench.figures import plot
     from collective.tools.bench.machine import headline
-    from collective.tools.bench.plot import plot
 
     where = headline(results.machine)
     bullet = "- " if options.markdown else ""

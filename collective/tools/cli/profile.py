@@ -8,30 +8,22 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from collective.errors import ConfigError
 from collective.start.config import settings
-from collective.start.keys import by_device
-from collective.tools.show import console, count, counts, write
+from collective.tools.show import console, write
 
 from .ending import Ended
 from .outputs import check_directory, check_file, written
 from .run import absent_script, add_program, add_ranks, program_of, refuse_transports, say_size
-
-if TYPE_CHECKING:
-    from collective.algorithms.model import Measured
-    from collective.tools.profile.events import RankTrace
-    from collective.tools.profile.measure import Profile
-    from collective.tools.profile.predict import Outlook
 
 __all__ = ["add_parser"]
 
 # Width of the report if the output is not a terminal.
 _WIDTH = 110
 _EPILOG = """\
-exit code: that of the program; 2 if the program could not be started, if it left no trace to
-report, or if nothing could be predicted.
+exit code: that of the program; 2 if the program could not be started, or if it left no trace to
+report.
 """
 
 
@@ -41,7 +33,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "profile",
         help="run a program and report what its calls cost, and whether more ranks pay",
         usage="collective profile [-n N] [--backend NAME] [--timeout S] [--verbose]\n"
-        "           [--predict RANKS] [--link TIME,RATE] [--per-host N] [--from FILE]\n"
         "           [--json FILE] (SCRIPT | -m MODULE | --trace DIR) [ARG ...]",
         description="Run a Python program as N ranks, as `collective run` does, or read a trace "
         "of an earlier run. Report, for each operation, calls, bytes, time, waiting and the share "
@@ -54,26 +45,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--trace", type=Path, metavar="DIR",
         help="report on the traces in DIR (of COLLECTIVE_TRACE) and run nothing; with a program: "
         "keep its traces in DIR",
-    )  # fmt: skip
-    parser.add_argument(
-        "--predict",
-        type=counts,
-        metavar="RANKS",
-        help="numbers of ranks to extrapolate to, such as 8,64,1024",
-    )
-    parser.add_argument(
-        "--link", type=_link, metavar="TIME,RATE",
-        help="connection between hosts, for --predict: the time of an empty message and a rate, "
-        "such as 10us,12GB/s",
-    )  # fmt: skip
-    parser.add_argument(
-        "--per-host", type=count, metavar="N",
-        help="ranks on each host, with --link (default: as many as were profiled)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--from", type=Path, dest="figures", metavar="FILE",
-        help="fit the model to the results in FILE, of `collective bench --json`, instead of "
-        "timing the transport",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     add_program(parser)
@@ -88,15 +59,14 @@ def execute(options: argparse.Namespace) -> int:
         print(f"collective profile: {refusal}", file=sys.stderr)
         return 2
     check_file("--json", options.json)
-    measured = _figures(options)
     if options.trace is not None and not program:
-        return _report(options, options.trace, measured, 0)
+        return _report(options, options.trace, 0)
     if options.trace is not None:
         check_directory("--trace", options.trace)
-        return _report(options, options.trace, measured, _run(options, program, options.trace))
+        return _report(options, options.trace, _run(options, program, options.trace))
     with tempfile.TemporaryDirectory(prefix="collective-") as directory:
         code = _run(options, program, Path(directory))
-        return _report(options, Path(directory), measured, code)
+        return _report(options, Path(directory), code)
 
 
 def _refusal(options: argparse.Namespace, program: list[str]) -> str:
@@ -104,20 +74,7 @@ def _refusal(options: argparse.Namespace, program: list[str]) -> str:
         return "no program given; name a script, -m and a module, or --trace and a directory"
     if absent := absent_script(options, program):
         return absent
-    if options.link is None and options.per_host is not None:
-        return "--per-host needs --link, which describes the connection between hosts"
-    if options.predict is None and (options.link or options.figures):
-        return "--link and --from need --predict, which is not given"
     return ""
-
-
-def _figures(options: argparse.Namespace) -> list[Measured]:
-    """Return the results of the file in ``--from``, before a program runs for hours."""
-    if options.figures is None:
-        return []
-    from collective.tools.profile.calibrate import load
-
-    return load(options.figures)
 
 
 def _run(options: argparse.Namespace, program: list[str], directory: Path) -> int:
@@ -147,9 +104,7 @@ def _run(options: argparse.Namespace, program: list[str], directory: Path) -> in
         return code if code >= 0 else 128 - code
 
 
-def _report(
-    options: argparse.Namespace, directory: Path, measured: list[Measured], code: int
-) -> int:
+def _report(options: argparse.Namespace, directory: Path, code: int) -> int:
     from collective.tools.profile.events import read
     from collective.tools.profile.measure import profile
     from collective.tools.profile.report import as_json, show
@@ -161,67 +116,14 @@ def _report(
             print(f"collective profile: {error}", file=sys.stderr)
         return code or 2
     found = profile(traces)
-    outlook, problem, well = None, "", True
-    if options.predict is not None and found.steps is None:
-        problem = (
-            "profile --predict: nothing is predicted, since no training steps were found. Call "
-            "collective.profile.step() once in each step."
-        )
-    elif options.predict is not None:
-        try:
-            outlook = _outlook(options, traces, found, measured)
-        except ConfigError as error:  # report the measurements all the same
-            problem = str(error)
     out = console(least=_WIDTH)
     out.rule(style="dim")
-    show(out, found, outlook)
+    show(out, found)
     if code:
         out.print(
             f"\nThe program ended with exit code {code}; the report covers its calls until then."
         )
+    well = True
     if options.json is not None:
-        content = as_json(found, outlook) | {"prediction_error": problem}
-        well = written("--json", options.json, lambda path: write(path, content))
-    if problem:
-        print(f"collective: {problem}", file=sys.stderr)
-    return code or 2 * (bool(problem) or not well)
-
-
-def _outlook(
-    options: argparse.Namespace, traces: list[RankTrace], found: Profile, measured: list[Measured]
-) -> Outlook:
-    from collective.tools.profile import calibrate
-    from collective.tools.profile.predict import predict
-
-    assert found.steps is not None
-    about = traces[0].about
-    backend = str(about["backend"])
-    if measured:
-        # The file may have results of several transports; take those of this transport.
-        measured = calibrate.load(options.figures, backend)
-    else:
-        local = max(2, int(about["local_size"]))
-        sizes = sorted({2, local})
-        print(f"collective profile: timing {backend} with {sizes} ranks", file=sys.stderr)
-        measured = calibrate.run(sizes, options.backend or _host_backend(backend))
-    try:
-        return predict(
-            found.steps, found.ranks, measured, sorted(options.predict), options.link,
-            options.per_host or int(about["local_size"]),
-        )  # fmt: skip
-    except ValueError as error:
-        raise ConfigError(f"profile: no model can be fitted: {error}.") from error
-
-
-def _host_backend(backend: str) -> str:
-    """Return the transport between the ranks of one host under ``backend``."""
-    return "shm" if backend == "hierarchical" else by_device(backend).get("cpu", backend)
-
-
-def _link(text: str) -> object:
-    from collective.tools.profile.predict import to_link
-
-    try:
-        return to_link(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        well = written("--json", options.json, lambda path: write(path, as_json(found)))
+    return code or 2 * (not well)

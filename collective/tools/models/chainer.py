@@ -1,22 +1,25 @@
-"""The models in Chainer, with their steps; the same models as in PyTorch."""
+"""The models in Chainer, with their steps, and networks in pieces; the same as in PyTorch."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from collective.adapters.chainer import Split
 from collective.adapters.chainer.optimizer import create_multi_node_optimizer
 from collective.communicator import Communicator
 from collective.tools.bench.libraries import BenchLibrary, Call, Ours
 from collective.tools.bench.rivals import ChainerMN
 from collective.tools.parity import weights
+from collective.tools.parity.layers import Layer, forward
 
-__all__ = ["LeNet", "Perceptron", "Step", "model_of", "steps", "train", "train_shards"]
+__all__ = ["LeNet", "Perceptron", "Step", "gradients", "model_of", "steps", "train", "train_shards"]
 
 Array = np.ndarray[Any, Any]
 
@@ -225,3 +228,53 @@ def _set_epsilon(actual: Any, optimizer: str, step: int) -> None:
 def _loss(model: Any, x: Array, y: Array) -> Any:
     criterion = F.mean_squared_error if y.dtype.kind == "f" else F.softmax_cross_entropy
     return criterion(model(x), y if y.dtype.kind == "f" else y.astype(np.int32))
+
+
+# -- the networks of collective.tools.parity.layers, in pieces ------------------------------------
+
+
+def _convolved(function: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(layer: Layer, x: Any, weight: Any, bias: Any) -> Any:
+        return function(x, weight, bias, layer.stride, layer.padding, dilate=layer.dilation)
+
+    return apply
+
+
+_FUNCTIONS = {
+    "convolution": _convolved(F.convolution_2d),
+    "transposed": _convolved(F.deconvolution_2d),
+    "max": lambda layer, x: F.max_pooling_2d(x, layer.kernel, layer.stride, cover_all=False),
+    "tanh": lambda layer, x: F.tanh(x),
+}
+
+
+class _Network(chainer.Link):  # type: ignore[misc]
+    """Chain of layers."""
+
+    def __init__(self, layers: Sequence[Layer], arrays: Mapping[str, Array]) -> None:
+        super().__init__()
+        self._layers = layers
+        with self.init_scope():
+            for name, array in arrays.items():
+                if name != "x":
+                    setattr(self, name, chainer.Parameter(array.copy()))
+
+    def forward(self, x: Any) -> Any:
+        """Return the last layer's result."""
+        return forward(self._layers, x, _FUNCTIONS, functools.partial(getattr, self))
+
+
+def gradients(layers: Sequence[Layer], arrays: Mapping[str, Array], **how: Any) -> dict[str, Array]:
+    """Return what :func:`collective.tools.parity.layers.gradients` returns, computed in pieces.
+
+    Args:
+        layers, arrays: as in that function.
+        how: keyword arguments of ``Split``.
+    """
+    network = _Network(layers, arrays)
+    x = chainer.Variable(arrays["x"].copy())
+    y = Split(network, **how)(x)
+    (F.sum(y * y) / 2).backward()
+    found = {"y": y.array, "x": x.grad}
+    found |= {parameter.name: parameter.grad for parameter in network.params()}
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,9 +1,9 @@
-"""The models in PyTorch: the parts of a timed step, and the training."""
+"""The models in PyTorch: the parts of a timed step, the training, and networks in pieces."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,23 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from collective.adapters.torch import DistributedDataParallel
+from collective.adapters.torch import DistributedDataParallel, Split
 from collective.communicator import Communicator
 from collective.tools.bench.libraries import BenchLibrary, Call, Ours
 from collective.tools.bench.rivals import Gloo
 from collective.tools.parity import weights
+from collective.tools.parity.layers import Layer, forward
 
-__all__ = ["LeNet", "Perceptron", "model_of", "step_of", "steps", "train", "train_shards"]
+__all__ = [
+    "LeNet",
+    "Perceptron",
+    "gradients",
+    "model_of",
+    "step_of",
+    "steps",
+    "train",
+    "train_shards",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -199,3 +209,53 @@ def _loss(model: Any, x: Array, y: Array) -> Any:
     scores, targets = model(torch.from_numpy(x)), torch.from_numpy(y)
     criterion = functional.mse_loss if targets.is_floating_point() else functional.cross_entropy
     return criterion(scores, targets)
+
+
+# -- the networks of collective.tools.parity.layers, in pieces ------------------------------------
+
+
+def _convolved(function: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(layer: Layer, x: Any, weight: Any, bias: Any) -> Any:
+        return function(x, weight, bias, layer.stride, layer.padding, dilation=layer.dilation)
+
+    return apply
+
+
+_FUNCTIONS = {
+    "convolution": _convolved(functional.conv2d),
+    "transposed": _convolved(functional.conv_transpose2d),
+    "max": lambda layer, x: functional.max_pool2d(x, layer.kernel, layer.stride),
+    "tanh": lambda layer, x: torch.tanh(x),
+}
+
+
+class _Network(nn.Module):  # type: ignore[misc, unused-ignore]
+    """Chain of layers."""
+
+    def __init__(self, layers: Sequence[Layer], arrays: Mapping[str, Array]) -> None:
+        super().__init__()
+        self._layers = layers
+        self.weights = nn.ParameterDict(
+            {name: torch.from_numpy(array.copy()) for name, array in arrays.items() if name != "x"}
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the last layer's result."""
+        y: torch.Tensor = forward(self._layers, x, _FUNCTIONS, self.weights.__getitem__)
+        return y
+
+
+def gradients(layers: Sequence[Layer], arrays: Mapping[str, Array], **how: Any) -> dict[str, Array]:
+    """Return what :func:`collective.tools.parity.layers.gradients` returns, computed in pieces.
+
+    Args:
+        layers, arrays: as in that function.
+        how: keyword arguments of ``Split``.
+    """
+    network = _Network(layers, arrays)
+    x = torch.from_numpy(arrays["x"].copy()).requires_grad_()
+    y = Split(network, **how)(x)
+    (y.square().sum() / 2).backward()
+    found = {"y": y.detach(), "x": x.grad}
+    found |= {name: weight.grad for name, weight in network.weights.items()}
+    return {name: value.numpy() for name, value in found.items() if value is not None}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from collective.errors import BackendUnavailableError
-from collective.testing import RankFactory, RanksFailedError
+from collective.testing import RankFactory, RankPool, RanksFailedError
 from collective.testing.frameworks import framework
 
 from . import conduct, execution
@@ -15,12 +15,16 @@ from .cases import CONDUCT, Case, CaseLeaf, matrix
 from .execution import Verdict
 from .transports import Transport
 
-__all__ = ["CaseResult", "CaseRunner", "Comparison", "run"]
+__all__ = ["CaseResult", "CaseRunner", "Comparison", "on_ranks", "row", "run"]
 
 # Seconds in which ranks must import their frameworks, also on a busy machine.
 _PREPARE_S = 120.0
 # Longest time of a job, as a multiple of a call's timeout. After that the ranks count as hung.
 _JOB_SHARE = 2.0
+# Seconds until ranks that train, or compute in pieces, count as hanging.
+_JOB_S = 180.0
+# Length of the end of an error's text that a row of the report has.
+_TEXT = 600
 # Reductions for all frameworks but the first. Each dtype has one of them, and the way in which
 # arrays are passed and returned does not depend on the reduction.
 _FEW_OPS = ("sum", "avg", "max", "lor")
@@ -222,3 +226,53 @@ def _run_over(
         with CaseRunner(transport, size, list(dict.fromkeys(imported)), plan.timeout) as ranks:
             for case in cases:
                 report(ranks.run(case))
+
+
+def on_ranks(
+    plan: Comparison,
+    what: str,
+    say: Callable[[str], None],
+    rows: list[dict[str, Any]],
+    function: Callable[..., Any],
+    *arguments: Any,
+    alone: bool = True,
+) -> Iterator[tuple[str, int, list[Any]]]:
+    """Call a function on the ranks of every usable transport, with every number of ranks.
+
+    Args:
+        plan: the transports and the numbers of ranks.
+        what: name of the computation.
+        say: called with a text about the current computation.
+        rows: gets a row that has not passed for each group of ranks that failed.
+        function: function of the communicator and ``arguments``.
+        alone: if true, one rank is also tried. It sends nothing, so one transport does.
+
+    Yields:
+        Name of the transport, number of ranks, and the ranks' results.
+    """
+    usable = [each for each in plan.transports if not each.reason and each.on_host]
+    for number, transport in enumerate(usable):
+        for size in sorted({*plan.sizes} | ({1} if alone and number == 0 else set())):
+            say(f"{what}: {transport.name}, {size} ranks")
+            try:
+                with RankPool(size, transport.backend, timeout=_JOB_S) as pool:
+                    found = pool.run(function, *arguments)
+            except RanksFailedError as failure:
+                text = f"{type(failure.cause).__name__}: {failure.cause}"[-_TEXT:]
+                where = f"{what} over {transport.name} on {size} ranks"
+                rows.append(row(where, None, None, False, text))
+                continue
+            yield transport.name, size, found
+
+
+def row(
+    what: str, difference: float | None, allowed: float | None, passed: bool, text: str = ""
+) -> dict[str, Any]:
+    """Return a row of the report: what has to agree, by how much it may differ, and the result.
+
+    Args:
+        difference, allowed: largest difference and its limit; None if there is no such figure.
+        text: text in place of the difference.
+    """
+    found = {"what": what, "difference": difference, "allowed": allowed, "passed": bool(passed)}
+    return found | ({"text": text} if text else {})

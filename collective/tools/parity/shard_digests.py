@@ -15,12 +15,11 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
-from collective.testing import RankPool, RanksFailedError
 from collective.testing.frameworks import framework
 
 from . import weights
-from .runner import Comparison
-from .training import JOB_S, Setup, make, setups_of
+from .runner import Comparison, on_ranks, row
+from .training import Setup, make, setups_of
 
 __all__ = ["compare_digests"]
 
@@ -43,26 +42,15 @@ def compare_digests(
     """
     rows: list[dict[str, Any]] = []
     digests: dict[Setup, dict[str, str]] = {}
-    usable = [each for each in plan.transports if not each.reason and each.on_host]
     with setups_of(plan, steps, model) as setups:
         for setup in setups:
             _batches(setup, total)
-        for number, transport in enumerate(usable):
-            # One rank sends nothing, so one transport is enough for it.
-            for size in sorted({*plan.sizes} | ({1} if number == 0 else set())):
-                say(f"{total} shards: {transport.name}, {size} ranks")
-                where = f"{size} ranks over {transport.name}" if size > 1 else "1 rank"
-                try:
-                    with RankPool(size, transport.backend, timeout=JOB_S) as pool:
-                        found = pool.run(_digests_on_ranks, setups, total)
-                except RanksFailedError as failure:
-                    text = f"{type(failure.cause).__name__}: {failure.cause}"[-600:]
-                    what = f"training of {total} shards, {where}"
-                    rows.append(_row(what, False, text))
-                    continue
-                for nth, setup in enumerate(setups):
-                    of_ranks = list(dict.fromkeys(one[nth] for one in found))
-                    digests.setdefault(setup, {})[where] = " / ".join(of_ranks)
+        what = f"training of {total} shards"
+        for name, size, found in on_ranks(plan, what, say, rows, _digests_on_ranks, setups, total):
+            where = f"{size} ranks over {name}" if size > 1 else "1 rank"
+            for nth, setup in enumerate(setups):
+                of_ranks = list(dict.fromkeys(one[nth] for one in found))
+                digests.setdefault(setup, {})[where] = " / ".join(of_ranks)
     return rows + [_agreement(setup, total, by_place) for setup, by_place in digests.items()]
 
 
@@ -100,8 +88,4 @@ def _agreement(setup: Setup, total: int, digests: dict[str, str]) -> dict[str, A
     what = f"{setup.model}, {setup.optimizer}, {setup.framework}: {total} shards on "
     same = len(values) == 1 and " / " not in next(iter(values))
     text = "; ".join(f"{where}: {digest}" for where, digest in digests.items())
-    return _row(what + ", ".join(digests), same, next(iter(values)) if same else text)
-
-
-def _row(what: str, passed: bool, text: str) -> dict[str, Any]:
-    return {"what": what, "difference": None, "allowed": None, "passed": passed, "text": text}
+    return row(what + ", ".join(digests), None, None, same, next(iter(values)) if same else text)

@@ -10,11 +10,10 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
-from collective.testing import RankPool, RanksFailedError
 from collective.testing.frameworks import framework
 
 from .layers import NETWORKS, draw, gradients
-from .runner import Comparison
+from .runner import Comparison, on_ranks, row
 
 __all__ = ["TOLERANCE", "compare", "require"]
 
@@ -22,7 +21,6 @@ __all__ = ["TOLERANCE", "compare", "require"]
 TOLERANCE = 1e-12
 
 _FRAMEWORKS = ("torch", "chainer")
-_JOB_S = 180.0
 _IN_TURN: dict[str, dict[str, Any]] = {
     "batch=2": {"batch": 2},
     "channels=2": {"channels": 2},
@@ -59,28 +57,18 @@ def compare(plan: Comparison, say: Callable[[str], None]) -> list[dict[str, Any]
     Returns:
         A row for each comparison: ``what``, ``passed``, ``difference`` and ``allowed``.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     frameworks = require(plan)
     for name in frameworks:
         say(f"splits: {name} in turn")
         found = _differences(None, name, plan.seed)
         rows += [_row(f"{name}, {how}, in turn", apart) for how, apart in found.items()]
-    for transport in plan.transports:
-        if transport.reason or not transport.on_host:
-            continue
-        for size in plan.sizes:
-            say(f"splits: {transport.name}, {size} ranks")
-            what = f"over {transport.name} on {size} ranks"
-            try:
-                with RankPool(size, transport.backend, timeout=_JOB_S) as pool:
-                    ranks = pool.run(_on_a_rank, frameworks, plan.seed)
-            except RanksFailedError as failure:
-                text = f"{type(failure.cause).__name__}: {failure.cause}"
-                rows.append(_row(f"splits {what}", float("nan")) | {"text": text[-600:]})
-                continue
-            for how in ranks[0]:
-                worst = float(np.max([differences[how] for differences in ranks]))
-                rows.append(_row(f"{how}, {what}", worst))
+    for name, size, ranks in on_ranks(
+        plan, "splits", say, rows, _on_a_rank, frameworks, plan.seed, alone=False
+    ):
+        for how in ranks[0]:
+            worst = float(np.max([differences[how] for differences in ranks]))
+            rows.append(_row(f"{how}, over {name} on {size} ranks", worst))
     return rows
 
 
@@ -95,7 +83,7 @@ def _on_a_rank(comm: Communicator, frameworks: list[str], seed: int) -> dict[str
 def _differences(comm: Communicator | None, name: str, seed: int) -> dict[str, float]:
     """Return the largest difference from the oracle, for each way to split."""
     framework(name).settle(0 if comm is None else comm.rank)
-    module = importlib.import_module(f"collective.tools.parity.{name}_splits")
+    module = importlib.import_module(f"collective.tools.models.{name}")
     if comm is None:
         ways = _IN_TURN
     else:
@@ -122,5 +110,4 @@ def _apart(found: Mapping[str, Any], right: Mapping[str, Any]) -> float:
 
 
 def _row(what: str, difference: float) -> dict[str, Any]:
-    passed = difference <= TOLERANCE
-    return {"what": what, "difference": difference, "allowed": TOLERANCE, "passed": passed}
+    return row(what, difference, TOLERANCE, difference <= TOLERANCE)

@@ -20,14 +20,12 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
-from collective.testing import RankPool, RanksFailedError
 from collective.testing.frameworks import framework
 
 from . import weights
-from .runner import Comparison
+from .runner import Comparison, on_ranks, row
 
 __all__ = [
-    "JOB_S",
     "TOLERANCES",
     "Setup",
     "compare",
@@ -51,8 +49,6 @@ _FRAMEWORKS = ("torch", "chainer", "jax")
 _PAIR = ("torch", "chainer")
 # A multiple of each number of ranks up to 4, but not of 5.
 _BATCH = 24
-#: Seconds until ranks that train count as hanging.
-JOB_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -125,7 +121,11 @@ def compare(
             say(f"{setup.model}, {setup.optimizer}: {setup.framework} alone")
             alone[setup] = train(None, setup, False)
         rows += _across_frameworks(alone)
-        found = _on_ranks(plan, setups, say, rows)
+        found: _Found = {}
+        for name, size, trained in on_ranks(
+            plan, "training", say, rows, _train_on_ranks, list(setups)
+        ):
+            found |= {(s, name, size): both for s, both in zip(setups, trained[0])}
         rows += _against_one(alone, found)
         rows += _across_transports(found)
     return rows
@@ -300,38 +300,6 @@ _Weights = dict[str, Array]
 _Found = dict[tuple[Setup, str, int], tuple[_Weights, _Weights]]
 
 
-def _on_ranks(
-    plan: Comparison,
-    setups: Sequence[Setup],
-    say: Callable[[str], None],
-    rows: list[dict[str, Any]],
-) -> _Found:
-    found: _Found = {}
-    usable = [
-        transport for transport in plan.transports if not transport.reason and transport.on_host
-    ]
-    for number, transport in enumerate(usable):
-        # One rank sends nothing, so one transport is enough for it.
-        for size in sorted({*plan.sizes} | ({1} if number == 0 else set())):
-            say(f"training: {transport.name}, {size} ranks")
-            try:
-                with RankPool(size, transport.backend, timeout=JOB_S) as pool:
-                    trained = pool.run(_train_on_ranks, list(setups))[0]
-            except RanksFailedError as failure:
-                what = f"training over {transport.name} on {size} ranks"
-                text = f"{type(failure.cause).__name__}: {failure.cause}"
-                rows.append(_row(what, None, None, False) | {"text": text[-600:]})
-                continue
-            found |= {(s, transport.name, size): both for s, both in zip(setups, trained)}
-    return found
-
-
-def _row(
-    what: str, difference: float | None, allowed: float | None, passed: bool
-) -> dict[str, Any]:
-    return {"what": what, "difference": difference, "allowed": allowed, "passed": bool(passed)}
-
-
 def _apart(a: Mapping[str, Array], b: Mapping[str, Array]) -> float:
     """Return the largest difference of two models' weights; NaN if there is a NaN."""
     return float(np.max([np.max(np.abs(a[name] - b[name])) for name in a]))
@@ -346,7 +314,7 @@ def _across_frameworks(alone: Mapping[Setup, _Weights]) -> list[dict[str, Any]]:
                 allowed = TOLERANCES[first.optimizer]
                 what = f"{first.model}, {first.optimizer}: {first.framework} and {second.framework}"
                 apart = _apart(trained, others)
-                rows.append(_row(what, apart, allowed, apart <= allowed))
+                rows.append(row(what, apart, allowed, apart <= allowed))
     return rows
 
 
@@ -366,7 +334,7 @@ def _against_one(alone: Mapping[Setup, _Weights], found: _Found) -> list[dict[st
             f"{setup.model}, {setup.optimizer}, {setup.framework}: {ranks} ranks over {transports} "
             "and one process"
         )
-        rows.append(_row(what, worst, allowed, worst <= allowed))
+        rows.append(row(what, worst, allowed, worst <= allowed))
     return rows
 
 
@@ -388,6 +356,6 @@ def _across_transports(found: _Found) -> list[dict[str, Any]]:
         if len(transports) < 2:
             continue
         what = f"{setup.model}, {setup.optimizer}, {setup.framework}, order='rank': "
-        row = _row(what + ", ".join(transports), None, None, not strays)
-        rows.append(row | ({"text": f"other bits: {', '.join(strays)}"} if strays else {}))
+        text = f"other bits: {', '.join(strays)}" if strays else ""
+        rows.append(row(what + ", ".join(transports), None, None, not strays, text))
     return rows

@@ -11,7 +11,7 @@ from typing import Any
 
 from collective.errors import ConfigError
 from collective.trace import FIRST_LANE
-from collective.trace.file import open_file
+from collective.trace.tracer import open_file
 
 __all__ = ["RankTrace", "Slice", "merge", "read"]
 
@@ -58,13 +58,11 @@ class RankTrace:
         about: head of the file: rank, size, local_size, host, backend, …
         slices: slices in the order in which they began.
         steps: source of the marks -> times of the marks.
-        handles: for each call in the background, when it was made and when a wait for it began.
     """
 
     about: dict[str, Any]
     slices: list[Slice] = field(default_factory=list)
     steps: dict[str, list[float]] = field(default_factory=dict)
-    handles: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def rank(self) -> int:
@@ -171,7 +169,6 @@ def _whole(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 def _rank_trace(about: dict[str, Any], events: Iterable[dict[str, Any]]) -> RankTrace:
     trace = RankTrace(about)
     open_: dict[int, list[Slice]] = {}
-    made: dict[int, float] = {}
     last = 0.0
     for event in events:
         if "ts" not in event:
@@ -191,10 +188,6 @@ def _rank_trace(about: dict[str, Any], events: Iterable[dict[str, Any]]) -> Rank
             trace.steps.setdefault(event["args"]["by"], []).append(at)
         elif phase == "i" and event["cat"] == "message" and stack:
             stack[-1].args["bytes"] = event["args"]["bytes"]
-        elif phase == "s":
-            made[event["id"]] = at
-        elif phase == "f" and stack and event["id"] in made:
-            trace.handles.append((made.pop(event["id"]), stack[-1].start))
     for stack in open_.values():
         for one in stack:
             one.end = last

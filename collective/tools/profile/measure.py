@@ -1,4 +1,9 @@
-"""The cost of the calls of a traced program."""
+"""The cost of the calls of a traced program, and whether its ranks pay.
+
+With R ranks, each with its own mini-batches, an epoch takes ``N / (R B) (T_comp + T_sync)``. On one
+rank it takes ``N / B T_comp``. So R ranks are faster if ``T_sync / T_comp < R - 1`` (A. Das, "Deep
+Learning at scale: The torch.distributed API", 2018, equation 5).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from collective.tools.bench.operations import ALL
 from . import steps as finding
 from .events import IN_CALLS, RankTrace, Slice
 
-__all__ = ["Intervals", "OperationCost", "Profile", "StepTimes", "profile"]
+__all__ = ["Intervals", "OperationCost", "Payoff", "Profile", "StepTimes", "judge", "profile"]
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -23,7 +28,7 @@ _FROM_ROOT = {"broadcast", "scatter"}
 _TO_ROOT = {"reduce", "gather"}
 _MESSAGES = {"send", "recv", "sendrecv"}
 # Measurements of a step, by their names in StepTimes.
-_PARTS = ("step", "comp", "sync", "waiting", "background", "hidden", "window")
+_PARTS = ("step", "comp", "sync", "waiting", "background", "hidden")
 # These calls allocate memory and do not move data.
 _MEMORY = {"empty", "adopt"}
 
@@ -129,8 +134,6 @@ class StepTimes:
         waiting: the part of ``sync`` during which some rank had not come.
         background: time of calls beside the program.
         hidden: the part of ``background`` during which the program computed.
-        window: computing time between making a call in the background and waiting for it, which
-            could hide calls.
         comp_by_rank: T_comp of each rank.
         calls: operation, bytes and number of the calls of a step.
     """
@@ -144,7 +147,6 @@ class StepTimes:
     waiting: float
     background: float
     hidden: float
-    window: float
     comp_by_rank: list[float]
     calls: list[tuple[str, int, int]]
 
@@ -282,7 +284,6 @@ def _steps(
         # Leave out the first step, which includes work that is done only once.
         start, end = at[1:-1], at[2:]
         concurrent = Intervals((s.start, s.end) for s in trace.calls() if s.background)
-        under_way = Intervals(trace.handles)
         sync = busy.within(start, end)
         background = concurrent.within(start, end)
         parts = [
@@ -292,7 +293,6 @@ def _steps(
             (busy & waiting).within(start, end),
             background,
             background - (concurrent & busy).within(start, end),
-            under_way.within(start, end) - (under_way & busy).within(start, end),
         ]
         rows.append([float(np.median(part)) for part in parts])
     times = dict(zip(_PARTS, np.mean(rows, axis=0).tolist()))
@@ -316,3 +316,38 @@ def _calls_of_a_step(trace: RankTrace, boundaries: Any) -> list[tuple[str, int, 
             steps[index][call.name, call.args.get("bytes", 0)] += 1
     usual = Counter(frozenset(step.items()) for step in steps).most_common(1)[0][0]
     return sorted((name, nbytes, count) for (name, nbytes), count in usual)
+
+
+# -- the verdict --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Payoff:
+    """Result of the criterion for the profiled ranks.
+
+    Attributes:
+        ranks: R.
+        ratio: T_sync / T_comp; infinite if nothing is computed.
+        pays: whether the ratio is below R - 1; False for one rank.
+        speedup: R T_comp / (T_comp + T_sync), compared with one rank that computes a step in
+            the same time.
+        efficiency: speedup / R.
+        doubled_limit: limit in seconds; 2 R ranks are faster than R if their T_sync is below it.
+    """
+
+    ranks: int
+    ratio: float
+    pays: bool
+    speedup: float
+    efficiency: float
+    doubled_limit: float
+
+
+def judge(steps: StepTimes, ranks: int) -> Payoff:
+    """Return the criterion's result for a measured step."""
+    comp, sync = steps.comp, steps.sync
+    ratio = sync / comp if comp > 0 else float("inf")
+    efficiency = comp / (comp + sync) if comp + sync > 0 else 1.0
+    # 2R ranks are faster if (T_comp + T_sync(2R)) / 2R < (T_comp + T_sync(R)) / R.
+    limit = comp + 2 * sync
+    return Payoff(ranks, ratio, ratio < ranks - 1, ranks * efficiency, efficiency, limit)

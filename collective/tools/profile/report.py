@@ -7,17 +7,15 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from collective.algorithms.model import ALGORITHMS
 from collective.tools.show import Output, rate_name, size_name, table, time_name
 
-from .measure import OperationCost, Profile, StepTimes
-from .predict import Outlook, Payoff, judge
+from .measure import OperationCost, Payoff, Profile, StepTimes, judge
 
 __all__ = ["as_json", "show"]
 
 
-def as_json(found: Profile, outlook: Outlook | None) -> dict[str, Any]:
-    """Return the profile and the predictions as plain data, in seconds and bytes."""
+def as_json(found: Profile) -> dict[str, Any]:
+    """Return the profile and the verdict as plain data, in seconds and bytes."""
     plain: dict[str, Any] = dataclasses.asdict(found)
     for one, operation in zip(plain["operations"], found.operations):
         one |= {"algbw": operation.algbw, "busbw": operation.busbw}
@@ -27,18 +25,11 @@ def as_json(found: Profile, outlook: Outlook | None) -> dict[str, Any]:
         plain["verdict"] = dataclasses.asdict(judge(found.steps, found.ranks))
         if math.isinf(plain["verdict"]["ratio"]):
             plain["verdict"]["ratio"] = None
-    plain["prediction"] = None
-    if outlook is not None:
-        plain["prediction"] = dataclasses.asdict(outlook)
-        for one, fitted in zip(plain["prediction"]["fits"], outlook.fits):
-            one |= {"typical": fitted.typical, "worst": fitted.worst}
-            one["errors"] = fitted.errors.tolist()
-            del one["drawn"]
     return plain
 
 
-def show(console: Output, found: Profile, outlook: Outlook | None) -> None:
-    """Print the profile and the predictions."""
+def show(console: Output, found: Profile) -> None:
+    """Print the profile and the verdict."""
     about = found.about
     console.print(
         f"[bold]{found.ranks} rank(s) over {about['backend']}[/], {found.seconds:.2f} s traced"
@@ -54,8 +45,6 @@ def show(console: Output, found: Profile, outlook: Outlook | None) -> None:
         )
         return
     _show_steps(console, found.steps, judge(found.steps, found.ranks))
-    if outlook is not None:
-        _show_outlook(console, outlook)
 
 
 def _operations(operations: Iterable[OperationCost]) -> object:
@@ -148,76 +137,3 @@ def _show_steps(console: Output, steps: StepTimes, verdict: Payoff) -> None:
         f"more       {2 * verdict.ranks} ranks are faster than {verdict.ranks} as long as their "
         f"T_sync stays below {time_name(verdict.doubled_limit)}"
     )
-
-
-def _show_outlook(console: Output, outlook: Outlook) -> None:
-    rows = []
-    for one in outlook.fits:
-        gamma = rate_name(1 / one.gamma) if one.gamma else ("0" if one.separate else "in beta")
-        rows.append(
-            [
-                one.algorithm,
-                time_name(one.link.alpha),
-                rate_name(1 / one.link.beta) if one.link.beta else "-",
-                gamma,
-                f"{one.typical:.0%}",
-                f"{one.worst:+.0%}",
-                f"{one.r2:.3f}",
-            ]
-        )
-    header = ["all-reduce by", "alpha", "1/beta", "1/gamma", "typical error", "worst", "R²"]
-    console.print(table("\nModel, fitted to the transport", header, rows))
-    by_algorithm, steps = [], []
-    for found in outlook.predictions:
-        times = {one.algorithm: time_name(one.moving) for one in found}
-        fastest = found[0]
-        ranks = f"{fastest.ranks:,}"
-        by_algorithm.append([ranks, *(times[name] for name in ALGORITHMS)])
-        steps.append(
-            [
-                ranks,
-                f"{time_name(fastest.low)} to {time_name(fastest.high)}",
-                time_name(fastest.sync),
-                f"{fastest.speedup:,.1f} x",
-                f"{fastest.speedup / fastest.ranks:.0%}",
-                "yes" if fastest.speedup > 1 else "no",
-            ]
-        )
-    console.print(table("\nThe calls of a step, predicted", ["ranks", *ALGORITHMS], by_algorithm))
-    header = ["ranks", "calls, 90 %", "T_sync", "speed-up", "efficiency", "pays"]
-    console.print(table("\nA step with the fastest of these, predicted", header, steps))
-    for note in _assumptions(outlook):
-        console.print(f"[dim]- {note}[/]")
-
-
-def _assumptions(outlook: Outlook) -> Iterable[str]:
-    counts = ", ".join(map(str, outlook.rank_counts))
-    yield (
-        f"fitted to {outlook.measured} measurements with {counts} ranks on one host; for more "
-        "ranks this is a model and not a measurement; the interval covers only the fit's error"
-    )
-    if outlook.here > 0:
-        yield (
-            f"for the profiled ranks, the model predicts {time_name(outlook.here)} for a step's "
-            f"calls, measured {time_name(outlook.moved_here)}"
-            + "; the difference stays in every T_sync"
-            * (outlook.excess > 0)
-        )
-    if outlook.far is None:
-        yield (
-            "all ranks are assumed to be connected as those of this host: give --link "
-            "(10us,12GB/s) and --per-host for several hosts"
-        )
-    else:
-        yield (
-            f"{outlook.per_host} rank(s) a host, which share a connection of "
-            f"{time_name(outlook.far.alpha)} and {rate_name(1 / outlook.far.beta)}, without "
-            "contention between hosts"
-        )
-    yield (
-        "assumptions: each rank computes a step as now (its mini-batch stays the same, so the "
-        "whole batch grows), waits for late ranks as now, and hides the same share of its calls "
-        "as long as there is time to compute; speed-up is over one rank"
-    )
-    if outlook.left_out:
-        yield f"calls that the model does not include: {', '.join(outlook.left_out)}"
