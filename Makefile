@@ -64,29 +64,27 @@ test-gpu:
 
 sanitize: .venv/.demo
 	$(BIN)/python -m tests.native.threads --programs shared folds --calls 1000
-	$(BIN)/python -m tests.native.threads --programs messages xla --calls 4000
+	$(BIN)/python -m tests.native.threads --programs messages frames xla --calls 4000
 	$(BIN)/python -m tests.native.unlocked_threads --calls 1000
 
 # A short run: make soak SOAK="--seconds 60". CONTRIBUTING.md has the soak of JAX.
 soak: .venv/.done .mpi/mpich/.done .mpi/openmpi/.done
 	for part in "calls --size 2" "calls --size 4" aliasing kills messages flips elastic "elastic --spares 4"; do \
 	$(BIN)/python -m tests.soak $$part $(SOAK); done
-	COLLECTIVE_NATIVE=off $(BIN)/python -m tests.soak aliasing --backend shm $(SOAK)
+	COLLECTIVE_DISABLE=native $(BIN)/python -m tests.soak aliasing --backend shm $(SOAK)
 
 parity: .venv/.done .mpi/mpich/.done
-	.mpi/mpich/bin/python -m collective parity --random 200 --seed 7 --train --splits \
-	--json parity.json --html parity.html
+	.mpi/mpich/bin/python -m collective parity --random 200 --seed 7 --train \
+	--json parity.json
 
-# The last two may fail: torch_suite if a test fails over our backend only, hosts without root.
+# The last two may fail: torch_suite if a test fails over our backend only, between_hosts without root.
 bench: .venv/.done .jax/.done $(patsubst %,.mpi/%/.done,mpich openmpi impi-rt)
 	$(BIN)/python -m collective bench --op all_reduce,all_gather,send_recv --quick \
-	--sizes 4,1K,16K,256K,4M,32M --vs mpi4py,torch --json bench.json --plot bench.png
-	$(BIN)/python -m collective bench --train --quick --backend shm,gloo --vs torch,chainermn \
-	--json train.json
+	--sizes 4,1K,16K,256K,4M,32M --vs mpi4py,torch --mpi-envs .mpi --json bench.json --plot bench.png
 	for program in targets native overhead nccl training chainer_training elastic shards; do \
 	$(BIN)/python benchmarks/$$program.py; done
 	for program in jax_in_jit xla; do .jax/bin/python benchmarks/$$program.py; done
-	for program in torch_suite hosts; do $(BIN)/python benchmarks/$$program.py; done
+	for program in torch_suite between_hosts; do $(BIN)/python benchmarks/$$program.py; done
 
 docs: .venv/.done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
@@ -97,7 +95,7 @@ SCHEMA = $(BIN)/check-jsonschema --builtin-schema vendor
 release-check: .venv/.done
 	rm -rf build dist
 	$(BIN)/python -m build --no-isolation
-	COLLECTIVE_NATIVE=off $(BIN)/python -m build --no-isolation --wheel
+	COLLECTIVE_DISABLE=native $(BIN)/python -m build --no-isolation --wheel
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
 	$(SCHEMA).citation-file-format CITATION.cff

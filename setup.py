@@ -23,11 +23,14 @@ FOLDERS = {
     "collective.backends": "backends",
     # PyTorch loads this package at its own import, which must not import collective.
     "collective_autoload": "adapters/torch/autoload",
+    # The same for pytest.
+    "collective_pytest": "collective/testing/plugin",
 }
 #: Links, and where they lead. The last two are committed, but no sdist has them.
 LINKS = {
     ".editable/collective": "../collective",
     ".editable/collective_autoload": "../adapters/torch/autoload",
+    ".editable/collective_pytest": "../collective/testing/plugin",
     "collective/adapters": "../adapters",
     "collective/backends": "../backends",
 }
@@ -78,6 +81,9 @@ class Build(build_ext):
         return str(super().get_ext_filename(fullname))
 
 
+_WITH_CORE = "native" not in os.environ.get("COLLECTIVE_DISABLE", "").split(",")
+
+
 class Pure(Distribution):
     """Distribution without the native core, whose wheel is for every platform."""
 
@@ -124,7 +130,7 @@ setup(
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED else {},
     long_description=description((ROOT / "README.md").read_text()),
     long_description_content_type="text/markdown",
-    # If COLLECTIVE_NATIVE=off is set during the build, the package has no native core. Set later,
-    # the same variable keeps the package from using the core.
-    distclass=Pure if os.environ.get("COLLECTIVE_NATIVE", "on") in ("off", "0") else Distribution,
+    # If COLLECTIVE_DISABLE names `native` during the build, the package has no native core. Set
+    # later, the same variable keeps the package from using the core.
+    distclass=Distribution if _WITH_CORE else Pure,
 )

@@ -6,20 +6,32 @@ unnecessary copies: ranks read each other's arrays in place.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import secrets
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence, Set
-from typing import TYPE_CHECKING, Any, Self
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
+from collective.algorithms.messages import sendrecv
+from collective.backends.mail import PythonMail
+from collective.backends.matching import (
+    Engine,
+    Exchange,
+    StreamLock,
+    Waiter,
+    awaited,
+    describe,
+)
 from collective.backends.onesided import OneSided, Region
-from collective.contract.backend import ANY_SOURCE, Turns
-from collective.contract.capabilities import Capabilities
+from collective.contract.backend import ANY_SOURCE, Capabilities
 from collective.contract.failure import Failure
+from collective.contract.mail import EAGER_BYTES, PAYLOAD_TAG, progress_all
 from collective.contract.waits import (
     CLOSED,
     DROPPED,
@@ -34,6 +46,7 @@ from collective.contract.waits import (
 )
 from collective.errors import PeerLostError, RendezvousError
 from collective.memory.buffer import Buffer
+from collective.native import NOBODY
 from collective.request import Disagreement, Request
 
 if TYPE_CHECKING:
@@ -49,6 +62,9 @@ _hubs: dict[str, _Shared] = {}
 _hubs_lock = threading.Lock()
 # Seconds between two checks for events that wake no waiting thread: in a call, and in connect().
 _LOOK_S, _MEET_S = 0.5, 0.02
+# Number of messages in one box up to which short ones are copied, 64 MiB at most. Beyond it, a send
+# waits for its receiver.
+_COPIES = 1024
 
 
 class _Shared:
@@ -72,30 +88,97 @@ class _Shared:
         self.waits: list[list[tuple[object, Caller, Callable[[], Sequence[int]]]]] = [
             [] for _ in range(size)
         ]
-        self.mail: dict[tuple[int, int, int], deque[_Message]] = {}
+        # Messages to a rank from another one, in order.
+        self.mail: defaultdict[tuple[int, int], deque[_Message]] = defaultdict(deque)
         self.groups: dict[tuple[tuple[int, ...], int], _Shared] = {}
         self.joined: set[int] = set()
 
+    def tell(self) -> None:
+        """Wake the ranks that wait."""
+        with self.condition:
+            self.condition.notify_all()
+
 
 class _Message:
-    """Send that waits for its receiver; the receiver copies directly from the sender's array."""
+    """A message on its way, which is its own prefix."""
 
-    __slots__ = ("array", "taken")
+    __slots__ = ("array", "nbytes", "tag", "taken")
 
-    def __init__(self, array: Array) -> None:
+    def __init__(self, array: Array, tag: int) -> None:
         self.array = array
+        self.nbytes = array.nbytes
+        self.tag = tag
         self.taken = False
+
+
+class _Box:
+    """Messages to and from one rank, as a :class:`~collective.backends.matching.Carrier`.
+
+    The receiver copies a long message directly from the sender's array.
+    """
+
+    def __init__(self, hub: _Shared, rank: int, peer: int) -> None:
+        self._hub = hub
+        self._rank, self._peer = rank, peer
+        self._outgoing, self._incoming = hub.mail[peer, rank], hub.mail[rank, peer]
+        self.sending, self.receiving = StreamLock(), StreamLock()
+
+    def write(self, content: Array, tag: int) -> Iterator[None]:
+        """Send a message; yield until a long one has been received."""
+        box = self._outgoing
+        short = content.nbytes <= EAGER_BYTES and len(box) < _COPIES
+        message = _Message(content.copy() if short else content, tag)
+        box.append(message)
+        self._hub.tell()
+        try:
+            while not (short or message.taken):
+                yield
+        finally:
+            if not (short or message.taken):
+                with contextlib.suppress(ValueError):  # the receiver is copying it
+                    box.remove(message)
+
+    def prefix(self) -> _Message | None:
+        """Return the next message, which stays there; None if there is none."""
+        return self._incoming[0] if self._incoming else None
+
+    def read(self, prefix: _Message, out: Array) -> Iterator[None]:
+        """Take a message out of the box."""
+        self._incoming.popleft()
+        out[:] = prefix.array
+        # If the communicator broke meanwhile, the sender may have given up and written to its
+        # array.
+        failure = self._hub.failure
+        if failure is not None:
+            raise failure.error(f"recv(tag={prefix.tag})", self._rank)
+        prefix.taken = True
+        self._hub.tell()
+        return iter(())
+
+    def spoil(self) -> None:
+        """Do nothing: the communicator is broken."""
+
+    def refuse(self, what: str) -> NoReturn:
+        """Break the communicator, since a receive expects another length."""
+        text = f"rank {self._peer}'s message to rank {self._rank}: {what}"
+        failure = Failure("aborted", self._rank, text)
+        with self._hub.condition:
+            self._hub.failure = self._hub.failure or failure
+            self._hub.tell()
+        raise failure.error("recv", self._rank)
 
 
 class ThreadsBackend(OneSided):
     """Transport between threads of this process; see the module's docstring."""
 
     name = "threads"
+    payload_tag = PAYLOAD_TAG
     capabilities = Capabilities(
         in_process=True,
         checks_calls=True,
         symmetric_memory=True,
         any_source=True,
+        posts=True,
         detects_lost_peers=True,
         shrinks=True,
         grows=True,
@@ -107,7 +190,6 @@ class ThreadsBackend(OneSided):
         self.meeting = hub.token
         self._hub = hub
         self._steps = 0
-        self._turns = Turns()
         self._made: dict[tuple[int, ...], int] = {}
         weakref.finalize(self, _drop, hub, rank, os.getpid()).atexit = False
 
@@ -142,69 +224,72 @@ class ThreadsBackend(OneSided):
 
     # -- point to point -----------------------------------------------------------------
 
+    @functools.cached_property
+    def _engine(self) -> Engine:
+        hub, rank = self._hub, self.rank
+        others = (peer for peer in range(hub.size) if peer != rank)
+        return Engine({peer: _Box(hub, rank, peer) for peer in others}, hub.tell, rank)
+
+    @functools.cached_property
+    def mail(self) -> PythonMail:  # type: ignore[override]  # an attribute elsewhere
+        """Posted messages of this rank; most communicators have none."""
+        hub, rank = self._hub, self.rank
+        # The mail belongs to this object, and must not refer to it.
+        backend = weakref.proxy(self)
+
+        def wait(waiter: Waiter, to: int, source: int, tag: int, deadline: Deadline) -> None:
+            backend._wait_for_mail(waiter, to, source, describe(to, source, tag), deadline)
+
+        return PythonMail(
+            self._engine, wait, lambda where: backend.refuse_all(where),
+            lambda: hub.failure or hub.gone[rank], lambda posted: posted.error,
+        )  # fmt: skip
+
     def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
-        hub = self._hub
-        message = _Message(src.array)
-        call = MessageCall("send", tag, dst, None)
-        with hub.condition:
-            self.refuse_broken(call)
-            box = hub.mail.setdefault((dst, self.rank, tag), deque())
-            box.append(message)
-            hub.condition.notify_all()
-            try:
-                self._wait(lambda: message.taken, lambda: (dst,), call, deadline)
-            finally:
-                if not message.taken and message in box:
-                    box.remove(message)
+        self._move(describe(dst, NOBODY, tag), src, None, dst, NOBODY, tag, deadline)
 
     def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
-        return self._receive(dst, src, MessageCall("recv", tag, None, src), deadline)
-
-    def _receive(self, dst: Buffer, src: int, call: MessageCall, deadline: Deadline) -> int:
-        hub, tag = self._hub, call.tag
-        sources = [
-            r for r in range(self.size) if src == r or (src == ANY_SOURCE and r != self.rank)
-        ]
-        boxes: list[tuple[int, deque[_Message]]] = []
-
-        def arrived() -> bool:
-            for rank in self._turns.of(sources, tag):
-                box = hub.mail.get((self.rank, rank, tag))
-                if box:
-                    boxes.append((rank, box))
-                    return True
-            return False
-
-        with hub.condition:
-            self.refuse_broken(call)
-            self._wait(arrived, lambda: sources, call, deadline, all_needed=False)
-            rank, box = boxes[0]
-            message = box.popleft()
-            self._turns.serve(sources, rank, tag)
-        # Copy without the lock, so that other ranks continue meanwhile. The sender waits until
-        # ``taken`` is set, so its array does not change.
-        dst.array.view(np.uint8)[:] = message.array.view(np.uint8)
-        with hub.condition:
-            # If the communicator broke meanwhile, the sender may have given up and written to its
-            # array.
-            self.refuse_broken(call)
-            message.taken = True
-            hub.condition.notify_all()
-        return rank
+        return self._move(describe(NOBODY, src, tag), None, dst, NOBODY, src, tag, deadline)
 
     def sendrecv(
         self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> None:
-        hub = self._hub
-        message = _Message(src.array)
-        call = MessageCall("sendrecv", tag, to, source)
-        with hub.condition:
-            self.refuse_broken(call)
-            hub.mail.setdefault((to, self.rank, tag), deque()).append(message)
-            hub.condition.notify_all()
-        self._receive(dst, source, call, deadline)
-        with hub.condition:
-            self._wait(lambda: message.taken, lambda: (to,), call, deadline)
+        if self.rank in (to, source):
+            sendrecv(self, src, to, dst, source, tag, deadline)
+        else:
+            self._move(describe(to, source, tag), src, dst, to, source, tag, deadline)
+
+    def _move(
+        self, call: MessageCall, src: Buffer | None, dst: Buffer | None, to: int, source: int,
+        tag: int, deadline: Deadline,
+    ) -> int:  # fmt: skip
+        self.refuse_broken(call)
+        x, out = (None if each is None else each.array.view(np.uint8) for each in (src, dst))
+        exchange = self._engine.exchange(x, to, out, source, tag)
+        try:
+            self._wait_for_mail(exchange, to, source, call, deadline)
+        except BaseException:
+            exchange.give_up()
+            raise
+        return exchange.sender
+
+    def _wait_for_mail(
+        self, exchange: Exchange | Waiter, to: int, source: int, call: object, deadline: Deadline
+    ) -> None:
+        """Wait for an exchange or for posted messages."""
+        pending, peers = exchange.advance(), [r for r in range(self.size) if r != self.rank]
+
+        def ready() -> bool:
+            nonlocal pending
+            pending = exchange.advance()
+            return not pending
+
+        if pending:
+            with self._hub.condition:
+                self._wait(
+                    ready, lambda: awaited(pending, to, source, peers), call, deadline,
+                    all_needed=source != ANY_SOURCE,
+                )  # fmt: skip
 
     # -- primitives of the collectives ----------------------------------------------------
 
@@ -307,6 +392,7 @@ class ThreadsBackend(OneSided):
         waits.append(waiting)
         try:
             while not ready():
+                progress_all()
                 self.refuse_broken(call)
                 if hub.gone[self.rank]:
                     self.abort(Failure.closed(self.rank))
@@ -343,6 +429,12 @@ class ThreadsBackend(OneSided):
         if failure is not None:
             raise failure.error(str(where), self.rank)
 
+    def refuse_all(self, where: object) -> None:
+        """Raise if the communicator is broken or closed."""
+        self.refuse_broken(where)
+        if self._hub.gone[self.rank]:
+            raise Failure.closed(self.rank).error(str(where), self.rank)
+
     def lost(self) -> Set[int]:
         # A thread that has ended has closed its communicator or dropped it, which sets ``gone``.
         return {rank for rank, why in enumerate(self._hub.gone) if why and rank != self.rank}
@@ -358,6 +450,8 @@ class ThreadsBackend(OneSided):
         hub = self._hub
         with hub.condition:
             hub.gone[self.rank] = CLOSED
+            if "mail" in self.__dict__:
+                self.mail.close()
             hub.sources[self.rank] = hub.outputs[self.rank] = None
             hub.condition.notify_all()
 

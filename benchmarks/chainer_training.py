@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import peers
+from turns import alternate, median_excess, repeated
 
 from collective.launch.ranks import Participant
-from collective.tools.bench.alternate import alternate, median_excess, repeated
 from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, microseconds, print_table
 
@@ -41,9 +41,12 @@ _SIDES = ("ours", "drop-in", "naive", "flat (host)")
 
 def mlp_step(optimizer: Any, width: int) -> Step:
     """Return a step of an MLP of six layers with the given optimizer."""
-    from collective.tools.models.chainer import Step, model_of
+    from collective.tools.models.chainer import Network, Step
+    from collective.tools.models.networks import perceptron, weights
 
-    return Step(optimizer, *model_of("mlp", width))
+    layers = perceptron(*[width] * 7)
+    x = np.random.default_rng(0).standard_normal((64, width), np.float32)
+    return Step(optimizer, Network(layers, weights(layers, 0, "float32")), x)
 
 
 def _flat() -> Any:

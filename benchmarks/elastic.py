@@ -72,9 +72,9 @@ def _ours(pool: RankPool, victim: int) -> float:
 def _let_in(comm: Communicator) -> tuple[float, float]:
     """Return when this rank called grow(), and when the first sum with one more was complete."""
     x, began = np.ones(1000), float("inf")
-    lineage, size = comm.succession.lineage, comm.size
+    lineage, size = comm.inner.succession.lineage, comm.size
     assert lineage is not None
-    comm.waiting()
+    comm.membership.waiting()
     if comm.rank == size - 1:  # this rank leaves, and joins again as a new process
         comm.close()
         comm = connect(lineage.root, comm.backend, join=True)
@@ -84,7 +84,7 @@ def _let_in(comm: Communicator) -> tuple[float, float]:
                 comm.all_reduce(x)
         except CollectiveError:
             comm = comm.shrink()
-        while not comm.waiting():
+        while not comm.membership.waiting():
             time.sleep(1e-3)
         began = time.monotonic()
         comm = comm.grow()

@@ -32,9 +32,9 @@ from typing import Any
 
 import numpy as np
 import peers
+from turns import alternate, median_ratio, repeated
 
 from collective.communicator import Communicator
-from collective.tools.bench.alternate import alternate, median_ratio, repeated
 from collective.tools.bench.machine import headline, measured
 from collective.tools.bench.measure import Pace
 from collective.tools.show import (

@@ -17,14 +17,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from turns import alternate, repeated
+
 from collective import native
 from collective.communicator import Communicator
 from collective.testing import run_ranks
-from collective.tools.bench.alternate import alternate, repeated
 from collective.tools.bench.libraries import Ours
 from collective.tools.bench.machine import headline, measured
-from collective.tools.bench.operations import ALL
-from collective.tools.bench.prepared import Prepared
+from collective.tools.bench.operations import ALL, Prepared
 from collective.tools.show import (
     add_outputs,
     add_sizes,

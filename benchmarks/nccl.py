@@ -27,8 +27,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from turns import alternate, median_excess, median_ratio, repeated
+
 from collective.deadline import Deadline
-from collective.tools.bench.alternate import alternate, median_excess, median_ratio, repeated
 from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, microseconds, print_table
 
@@ -76,7 +77,7 @@ class _Bench:
         self.stream = stream
         x = _device_array(self)
         self.comm.all_reduce(x, out=x)  # creates NCCL's communicator
-        backend: Any = self.comm.transport
+        backend: Any = self.comm.inner.transport
         self.engine = backend._comm
         self.library = self.engine.library
         self._kept: list[Any] = []
@@ -151,7 +152,7 @@ class _Bench:
         from collective.ops import as_op
         from collective.request import Request
 
-        engine, stream, backend = self.engine, self.stream.handle, self.comm.transport
+        engine, stream, backend = self.engine, self.stream.handle, self.comm.inner.transport
         dtype, op = BY_NAME["float32"], as_op("sum")
         buffer = Buffer(_device_array(self), dtype)
         plan = backend.plan(Request("all_reduce", dtype, (_COUNT,), op=op))

@@ -25,18 +25,16 @@ from typing import Any
 
 import peers
 import sittings
+from turns import alternate, median_ratio, repeated
 
 import collective
 from collective.errors import BackendUnavailableError
 from collective.launch.outcome import RanksFailedError
 from collective.launch.ranks import Participant
-from collective.tools.bench.alternate import alternate, median_ratio, repeated
-from collective.tools.bench.libraries import BenchLibrary, Ours
+from collective.tools.bench.libraries import BenchLibrary, Mpi, Ours, TorchDistributed
 from collective.tools.bench.machine import headline, measured
 from collective.tools.bench.measure import Pace
-from collective.tools.bench.operations import ALL
-from collective.tools.bench.prepared import Prepared
-from collective.tools.bench.rivals import Gloo, Mpi
+from collective.tools.bench.operations import ALL, Prepared
 from collective.tools.show import add_outputs, add_sizes, microseconds, print_table, size_name
 
 #: The operations that are measured.
@@ -60,7 +58,7 @@ class OursRaw(Ours):
 
 
 def _over_gloo(comm: Any, folder: Path, *asked: Any) -> dict[str, Any]:
-    raw, ours = Gloo(folder, comm.rank, comm.size), OursRaw(comm)
+    raw, ours = TorchDistributed(folder, comm.rank, comm.size), OursRaw(comm)
     ours.use("torch")  # tensors on both sides
     figures = compared(raw, ours, *asked)
     raw.close()

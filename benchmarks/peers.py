@@ -6,7 +6,7 @@ An environment can contain only one MPI cleanly, so each library has its own env
     python benchmarks/peers.py                # list the existing ones
 
 To use environments that were made by hand (``pip install mpi4py numpy mpich``), give their
-directory with ``--mpi-envs`` or BENCH_PEERS, or each one with ``--mpi-env mpich=PATH``.
+directory with ``--mpi-envs``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from collective.launch.command_starter import under_mpiexec
 from collective.launch.mpiexec import Mpiexec
 from collective.launch.ranks import FunctionJob, Ranks
 from collective.testing import run_ranks
-from collective.tools.bench import mpi_environments
-from collective.tools.bench.mpi_environments import VENDORS, environments
+from collective.tools.bench.contestants import VENDORS, environments
 
 __all__ = [
     "RANKS_S", "VENDORS", "add_options", "add_rivals", "environments", "find",
@@ -39,9 +38,14 @@ _HERE = Path(__file__).resolve().parent
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the places of the environments."""
-    mpi_environments.add_options(parser)
-    parser.set_defaults(mpi_envs=Path(os.environ.get("BENCH_PEERS", _HERE.parent / ".mpi")))
+    """Add the option for the place of the environments."""
+    parser.add_argument(
+        "--mpi-envs",
+        type=Path,
+        default=_HERE.parent / ".mpi",
+        metavar="DIR",
+        help="directory of the environments (default: .mpi)",
+    )
 
 
 def add_rivals(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +68,7 @@ def rivals(options: argparse.Namespace) -> list[str]:
 
 def find(options: argparse.Namespace) -> dict[str, Path]:
     """Return the environments that exist, by vendor."""
-    found = environments(options)
+    found = environments(options.mpi_envs)
     return {vendor: found[vendor].parent.parent for vendor in VENDORS if vendor in found}
 
 

@@ -7,7 +7,7 @@ another host.
 ::
 
     python benchmarks/shards.py
-    python benchmarks/shards.py --transports threads,shm,gloo,hierarchical --mpi .mpi --core on,off
+    python benchmarks/shards.py --transports threads,shm,gloo,hierarchical --mpi .mpi
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _OPS = ("sum", "avg", "prod", "max", "a function")
 _SHARDS = 8
 #: Elements of a short and of a long array: the ranks fold the long one in pieces.
 _COUNTS = (7, 100_003)
+_CORE = " without the core" if os.environ.get("COLLECTIVE_DISABLE") == "native" else ""
 
 Digests = dict[str, str]
 #: Case -> digest -> the runs that gave it.
@@ -95,13 +96,12 @@ def bits(transports: Sequence[str], mpi: Path | None, sizes: Sequence[int]) -> S
     """Return the digests of each operator and dtype, and the runs that gave them."""
     seen: Seen = {}
     progress = Progress()
-    core = " without the core" if os.environ.get("COLLECTIVE_NATIVE") == "off" else ""
     for name, pool in _pools(transports, mpi, sizes):
-        progress.show(name + core)
+        progress.show(name + _CORE)
         for found in pool.run(_digests):
             for case, digest in found.items():
                 runs = seen.setdefault(case, {}).setdefault(digest, [])
-                runs += [name + core] * (name + core not in runs)
+                runs += [name + _CORE] * (name + _CORE not in runs)
     progress.clear()
     return seen
 
@@ -113,18 +113,9 @@ def _bits_without_core(options: argparse.Namespace) -> Seen:
         command = [sys.executable, __file__, "--json", str(result)]
         command += ["--transports", options.transports, "--sizes", options.sizes]
         command += ["--mpi", str(options.mpi)] if options.mpi is not None else []
-        environment = {**os.environ, "COLLECTIVE_NATIVE": "off"}
+        environment = {**os.environ, "COLLECTIVE_DISABLE": "native"}
         subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
         seen: Seen = json.loads(result.read_text())["bits"]
-    return seen
-
-
-def _joined(parts: Sequence[Seen]) -> Seen:
-    seen: Seen = {}
-    for part in parts:
-        for case, digests in part.items():
-            for digest, runs in digests.items():
-                seen.setdefault(case, {}).setdefault(digest, []).extend(runs)
     return seen
 
 
@@ -165,18 +156,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--transports", default="threads,shm", help="(default: threads,shm)")
     parser.add_argument("--mpi", type=Path, help="folder with one environment for each MPI library")
     parser.add_argument("--sizes", default="1,2,3,4,5,8", help="(default: 1,2,3,4,5,8)")
-    parser.add_argument("--core", default="on,off", help="on, off, or on,off (default)")
     add_outputs(parser, earlier=True)
     options = parser.parse_args(arguments)
 
     def measure() -> dict[str, Any]:
-        parts = []
-        if "on" in options.core.split(","):
-            sizes = [int(size) for size in options.sizes.split(",")]
-            parts.append(bits(options.transports.split(","), options.mpi, sizes))
-        if "off" in options.core.split(","):
-            parts.append(_bits_without_core(options))
-        return {"bits": _joined(parts)}
+        sizes = [int(size) for size in options.sizes.split(",")]
+        seen = bits(options.transports.split(","), options.mpi, sizes)
+        if not _CORE:
+            for case, digests in _bits_without_core(options).items():
+                for digest, runs in digests.items():
+                    seen.setdefault(case, {}).setdefault(digest, []).extend(runs)
+        return {"bits": seen}
 
     run = measured(options, measure)
     columns = ["fold of 8 shards", "digest", "verdict"]

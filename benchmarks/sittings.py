@@ -1,7 +1,4 @@
-"""Measurements of our calls and other libraries in turns, each with its own ranks.
-
-Several commands share this module.
-"""
+"""Measurements of our calls and other libraries in turns, each with its own ranks."""
 
 from __future__ import annotations
 
@@ -9,18 +6,22 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import peers
 
 from collective.tools.bench.arena import Arena, ArenaError
-from collective.tools.bench.contestants import named
-from collective.tools.bench.measure import Pace, Task, compare, method_of
+from collective.tools.bench.contestants import Contestant, named
+from collective.tools.bench.measure import Pace, Task, compare
 from collective.tools.bench.run import Results
 from collective.tools.show import Progress, add_outputs, size_name
 
 __all__ = ["Sittings", "add_options", "exit_code", "show_contestants"]
+
+# From this size on, a call is so long that a common start and a running start make no difference.
+_BACK_TO_BACK = 1 << 20
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -71,15 +72,31 @@ class Sittings:
             without: rivals that do not take part.
         """
         rivals = [rival for rival in peers.rivals(self._options) if rival not in without]
-        environments = peers.environments(self._options)
+        environments = peers.environments(self._options.mpi_envs)
         able, absent = named(["shm", *rivals], environments, ranks, memories, [framework])
         self.missing |= absent
-        with self.noting_failures(), Arena(able) as arena:
+        self.play(able, tasks, pace)
+
+    def play(
+        self,
+        contestants: Sequence[Contestant],
+        tasks: Iterable[Task],
+        pace: Pace,
+        inspect: Callable[[Arena], object] = lambda arena: None,
+    ) -> None:
+        """Measure tasks of contestants in turns.
+
+        Args:
+            inspect: check of the started contestants. If it raises ArenaError, nothing is measured.
+        """
+        with self.noting_failures(), Arena(contestants) as arena:
             self._results.versions.update(arena.versions)
+            inspect(arena)
             for task in tasks:
                 what = f"{task.operation}, {task.dtype}, {size_name(task.nbytes)}"
-                self._progress.show(f"{what}, {ranks} ranks")
-                self._results.add(compare(arena, task, pace, [method_of(task.nbytes)]))
+                self._progress.show(f"{what}, {contestants[0].ranks} ranks")
+                method = "latency" if task.nbytes < _BACK_TO_BACK else "bandwidth"
+                self._results.add(compare(arena, task, pace, [method]))
             self._progress.clear()
             self.missing |= {name: error.brief for name, error in arena.failed.items()}
 
@@ -95,7 +112,7 @@ class Sittings:
     def as_json(self) -> dict[str, Any]:
         """Return figures, missing measurements and failures, as data for the JSON file."""
         failures = [*self._failures, *self._results.failures]
-        return {**self._results.as_json(), "missing": self.missing, "failures": failures}
+        return {**asdict(self._results), "missing": self.missing, "failures": failures}
 
 
 def show_contestants(run: dict[str, Any], markdown: bool) -> None:

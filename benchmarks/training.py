@@ -26,11 +26,12 @@ import peers
 import torch
 import torch.distributed as dist
 from torch import nn
+from turns import alternate, median_excess, median_ratio, repeated
 
 from collective.adapters.torch import DistributedDataParallel
-from collective.tools.bench.alternate import alternate, median_excess, median_ratio, repeated
+from collective.tools.bench.libraries import TorchDistributed
 from collective.tools.bench.machine import headline, measured
-from collective.tools.bench.rivals import Gloo
+from collective.tools.models import networks
 from collective.tools.models.torch import model_of, step_of
 from collective.tools.show import add_outputs, microseconds, print_table
 
@@ -56,7 +57,7 @@ def _wrapped_by_torch(model: nn.Module, group: Any = None) -> Any:
 def _rank(comm: Any, folder: Path, part: str, names: Sequence[str], quick: bool) -> dict[str, Any]:
     """Measure as one of the ranks; return the figures of each model."""
     torch.set_num_threads(1)
-    library = Gloo(folder, comm.rank, comm.size)
+    library = TorchDistributed(folder, comm.rank, comm.size)
     found = {name: _turns(comm, part, name, quick) for name in names}
     gc.collect()  # a wrapper that is freed after its process group may hang
     library.close()
@@ -66,7 +67,7 @@ def _rank(comm: Any, folder: Path, part: str, names: Sequence[str], quick: bool)
 def _turns(comm: Any, part: str, name: str, quick: bool) -> dict[str, list[float]]:
     """Check that all sides have the same gradients, and return the times of their turns."""
     wrapped = _wrapped(part, comm, name)
-    x = model_of(name)[1]
+    x = torch.from_numpy(networks.batch(name, 0))
     for module in wrapped.values():
         module(x * (comm.rank + 1)).square().mean().backward()
     first, *others = ([p.grad for p in module.parameters()] for module in wrapped.values())
@@ -80,7 +81,7 @@ def _turns(comm: Any, part: str, name: str, quick: bool) -> dict[str, list[float
 
 def _wrapped(part: str, comm: Any, name: str) -> dict[str, Any]:
     """Return the sides of a part, each with its own model."""
-    first, second = (model_of(name)[0] for _ in range(2))
+    first, second = (model_of(name) for _ in range(2))
     if part == "plugin":
         import collective.adapters.torch.plugin  # noqa: F401  # registers it
 

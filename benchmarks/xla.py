@@ -3,16 +3,19 @@
 ::
 
     make .jax/.done && .jax/bin/python benchmarks/xla.py -n 2 --sizes 1K 64K 1M 16M
+    .jax/bin/python benchmarks/xla.py -n 2 --hosts 2     # between network namespaces, as root
 
 Each program is a ``fori_loop`` of sums (``psum``) of float32 arrays, so that a step of the loop is
 one collective call and little else. A process can use only one implementation. So the sides take
 turns as launches, A B A B …, and the report shows the median of the launches. The figure of a
-launch is the best of five runs of the loop on the slowest process.
+launch is the best of five runs of the loop on the slowest process. With ``--hosts``, the processes
+are spread over network namespaces, and `auto` takes ``tcp`` between them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -20,11 +23,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
-from collective.tools.show import add_sizes, microseconds, print_table, size_name
+from between_hosts import hosts_of
+
+from collective.tools.show import add_sizes, count, microseconds, print_table, size_name
 
 _RUNS = 5
 _SIDES = ("collective", "gloo")
+# Seconds that a launch may take.
+_LAUNCH_S = 600.0
 
 
 def worker(sizes: Sequence[int]) -> None:
@@ -37,8 +45,9 @@ def worker(sizes: Sequence[int]) -> None:
 
     environ = os.environ
     jax.distributed.initialize(
-        f"127.0.0.1:{environ['MASTER_PORT']}", int(environ["WORLD_SIZE"]), int(environ["RANK"])
-    )
+        f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
+        int(environ["WORLD_SIZE"]), int(environ["RANK"]),
+    )  # fmt: skip
     mesh = Mesh(np.array(jax.devices()), ("i",))
     sharding = NamedSharding(mesh, PartitionSpec("i"))
     figures = {}
@@ -70,23 +79,35 @@ def worker(sizes: Sequence[int]) -> None:
         print("figures " + json.dumps(figures), flush=True)
 
 
-def launched(side: str, ranks: int, sizes: Sequence[int]) -> dict[int, float]:
-    """Return the microseconds of a call by size, from one launch of one side."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-    environ["JAX_PLATFORMS"] = "cpu"
+def launched(side: str, ranks: int, sizes: Sequence[int], hosts: Any) -> dict[int, float]:
+    """Return the microseconds of a call by size, from one launch of one side.
+
+    Args:
+        hosts: the ``Hosts`` of the processes; None for this host.
+    """
+    environ = {"JAX_PLATFORMS": "cpu"}
     if side == "gloo":
         environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
-    jax = ["--jax"] if side == "collective" else []
-    done = subprocess.run(
-        [sys.executable, "-m", "collective", "run", "-n", str(ranks), *jax, __file__, "--worker",
-         "--sizes", *map(str, sizes)],
-        env=environ, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    for line in done.stdout.splitlines():
+    words = ["--jax"] if side == "collective" else []
+    words += [__file__, "--worker", "--sizes", *map(str, sizes)]
+    if hosts is None:
+        command = [sys.executable, "-m", "collective", "run", "-n", str(ranks), *words]
+        done = subprocess.run(
+            command, env=os.environ | environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, check=False, timeout=_LAUNCH_S,
+        )  # fmt: skip
+        output = done.stdout
+    else:
+        each = ranks // len(hosts.hosts)
+        places = ",".join(f"{host.name}:{each}" for host in hosts.hosts)
+        job = hosts.run(["--hosts", places, *words], **environ)
+        job.wait(_LAUNCH_S)
+        output = str(job)
+    for line in output.splitlines():
         _, found, text = line.partition("figures ")
         if found:
             return {int(nbytes): figure for nbytes, figure in json.loads(text).items()}
-    raise SystemExit(f"{side}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    raise SystemExit(f"{side} printed no figures:\n{output}")
 
 
 def main() -> None:
@@ -95,15 +116,26 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=2, help="number of processes (default: 2)")
     parser.add_argument("--turns", type=int, default=3, help="launches of each side (default: 3)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--hosts", type=count, default=1, metavar="N",
+        help="number of hosts, over which the processes are spread (default: 1)",
+    )  # fmt: skip
     add_sizes(parser, "1K 64K 1M 16M")
     options = parser.parse_args()
     if options.worker:
         worker(options.sizes)
         return
+    if options.n % options.hosts:
+        parser.error("-n has to be a multiple of --hosts")
+    # The sides choose these, and hosts pass the variables of this process on.
+    for name in [name for name in os.environ if name.startswith("JAX_")]:
+        del os.environ[name]
     turns: dict[str, list[dict[int, float]]] = {side: [] for side in _SIDES}
-    for _ in range(options.turns):
-        for side in _SIDES:
-            turns[side].append(launched(side, options.n, options.sizes))
+    several = hosts_of(options.hosts) if options.hosts > 1 else contextlib.nullcontext()
+    with several as hosts:
+        for _ in range(options.turns):
+            for side in _SIDES:
+                turns[side].append(launched(side, options.n, options.sizes, hosts))
     rows = []
     for nbytes in options.sizes:
         ours, gloo = (statistics.median(turn[nbytes] for turn in turns[side]) for side in _SIDES)
@@ -115,8 +147,9 @@ def main() -> None:
                 f"{gloo / ours:.1f}",
             ]
         )
+    where = f" on {options.hosts} hosts" * (options.hosts > 1)
     print_table(
-        f"psum in a fori_loop, {options.n} processes, µs a call",
+        f"psum in a fori_loop, {options.n} processes{where}, µs a call",
         ["size", "collective", "Gloo", "Gloo / collective"],
         rows,
     )

@@ -16,11 +16,12 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from collective.install import refuse_other_systems, refuse_subinterpreter
+
 try:
+    refuse_other_systems()
     importlib.import_module("numpy")
 except ImportError:
-    from collective.install import refuse_subinterpreter
-
     refuse_subinterpreter()
     raise
 
@@ -100,8 +101,6 @@ __all__ = [
     "Status",
     "UnsupportedError",
     "Work",
-    "adopt",
-    "agree",
     "all_gather",
     "all_gather_object",
     "all_reduce",
@@ -122,7 +121,6 @@ __all__ = [
     "grow",
     "hook",
     "init",
-    "plan",
     "premul_sum",
     "rank",
     "recv",
@@ -138,9 +136,7 @@ __all__ = [
     "shrink",
     "size",
     "split",
-    "split_by_host",
     "user_op",
-    "waiting",
 ]
 
 #: Modules that are imported when they are first used.
@@ -190,8 +186,6 @@ def _of_current(method: _F) -> _F:
     return cast(_F, call)
 
 
-adopt = _of_current(_methods.adopt)
-agree = _of_current(_methods.agree)
 all_gather = _of_current(_methods.all_gather)
 all_gather_object = _of_current(_methods.all_gather_object)
 all_reduce = _of_current(_methods.all_reduce)
@@ -207,7 +201,6 @@ grid = _of_current(_methods.grid)
 group = _of_current(_methods.group)
 grow = _of_current(_methods.grow)
 hook = _of_current(_methods.hook)
-plan = _of_current(_methods.plan)
 recv = _of_current(_methods.recv)
 recv_object = _of_current(_methods.recv_object)
 reduce = _of_current(_methods.reduce)
@@ -220,5 +213,3 @@ send_object = _of_current(_methods.send_object)
 sendrecv = _of_current(_methods.sendrecv)
 shrink = _of_current(_methods.shrink)
 split = _of_current(_methods.split)
-split_by_host = _of_current(_methods.split_by_host)
-waiting = _of_current(_methods.waiting)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 import importlib
 import shlex
+import sys
 from pathlib import Path
 
 __all__ = [
     "DISTRIBUTION",
     "anew",
     "hint",
-    "installed_beside",
-    "is_clone",
+    "refuse_other_systems",
     "refuse_subinterpreter",
 ]
 
@@ -55,30 +55,24 @@ def anew(package: str) -> str:
 def _clone() -> Path | None:
     """Return the root of the clone that contains this module; None if there is none."""
     root = Path(__file__).resolve().parent.parent
-    return root if is_clone(root) else None
-
-
-def is_clone(root: Path) -> bool:
-    """Tell whether a directory is the root of a clone."""
     try:
         text = (root / "pyproject.toml").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return False
-    return f'\nname = "{DISTRIBUTION}"\n' in text
+        return None
+    return root if f'\nname = "{DISTRIBUTION}"\n' in text else None
 
 
-def installed_beside(clone: Path) -> Path | None:
-    """Return the directory of an installation of the package outside a clone; None if none exists.
+def refuse_other_systems() -> None:
+    """Raise an ImportError if this system is not Linux.
 
-    An editable installation does not count: it imports the clone itself.
+    The package calls this function before it imports a module that other systems lack, whose own
+    error would not name the cause.
     """
-    import importlib.metadata  # takes 20 ms, so it is imported only here
-
-    for distribution in importlib.metadata.distributions(name=DISTRIBUTION):
-        home = Path(str(distribution.locate_file(""))).resolve()
-        if home != clone.resolve() and (home / "collective" / "__init__.py").is_file():
-            return home
-    return None
+    if sys.platform != "linux":
+        raise ImportError(
+            f"collective: this package needs Linux, and this system is {sys.platform!r}. Use "
+            "collective on Linux, for example in a container or a virtual machine."
+        )
 
 
 def refuse_subinterpreter() -> None:

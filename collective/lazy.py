@@ -19,15 +19,16 @@ def on_demand(
 
     Args:
         package: ``__name__`` of the package.
-        modules: module that defines each exported name, by that name. If a module itself is
-            exported, both are the same. The path of a module beside the package begins with a dot.
+        modules: path of the module that defines each exported name, by that name. If the module
+            itself is exported, its path ends with the name. The path of a module beside the package
+            begins with a dot.
     """
 
     def get(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(f".{modules[name]}", package)
-        return module if modules[name] == name else getattr(module, name)
+        return module if modules[name].rpartition(".")[2] == name else getattr(module, name)
 
     def names() -> list[str]:
         return [*modules, "__doc__", "__file__"]

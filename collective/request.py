@@ -58,6 +58,7 @@ class Request:
         incoming: in ``all_to_all``, number of elements that come from each rank.
         alike: in ``all_to_all``, whether all ranks cut as this rank does, so that the same number
             of elements comes from each rank.
+        is_step: whether this is a step of a call, whose arrays may have another dtype and shape.
         precedes: whether this is an operation that carries a message before the call itself.
     """
 
@@ -68,8 +69,8 @@ class Request:
     incoming: Sequence[int]
 
     __slots__ = (
-        "_described", "alike", "digest", "dtype", "elements", "incoming", "op", "operation",
-        "options", "ordered", "precedes", "root", "shape",
+        "_described", "alike", "digest", "dtype", "elements", "incoming", "is_step", "op",
+        "operation", "options", "ordered", "precedes", "root", "shape",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +88,7 @@ class Request:
         **options: Any,
     ) -> None:
         self.alike = alike
+        self.is_step = False
         self.precedes = False
         self.operation = operation
         self.dtype = dtype
@@ -130,10 +132,11 @@ class Request:
             number: number of the step. It is part of the digest, so that ranks cannot confuse two
                 steps.
             operation: operation of the step.
-            count: in a reduction, number of elements that the step folds.
+            count: in a reduction or a broadcast, number of elements of the step.
             op, root, elements, incoming: as in the class.
         """
         part = copy.copy(self)
+        part.is_step = True
         part.operation = operation
         part.shape = self.shape if count is None else (count,)
         part.ordered = part.alike = False
@@ -154,7 +157,7 @@ class Request:
         part = copy.copy(self)
         part.digest = Request(self.operation, root=self.root).digest
         part.operation = operation
-        part.precedes = True
+        part.is_step = part.precedes = True
         part.dtype = part.shape = None
         part._set(None, self.root, elements, None)
         return part

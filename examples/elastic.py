@@ -3,7 +3,7 @@
 ::
 
     collective run -n 4 --min-ranks 2 examples/elastic.py --kill 3@20 --kill 0@40
-    collective run -n 4 --min-ranks 2 --backend gloo examples/elastic.py --kill 0@10
+    collective run -n 4 --min-ranks 2 --backend tcp examples/elastic.py --kill 0@10
     collective run -n 4 --min-ranks 2 --replace examples/elastic.py --kill 3@20 --kill 0@40
 
 Rank 3 kills itself in the middle of step 20, and rank 0 in step 40. The other ranks notice that,
@@ -60,7 +60,7 @@ def train(comm: collective.Communicator, options: Any) -> None:
     """Train for ``options.steps`` steps with the remaining ranks, and report."""
     training, test = data()
     size, kills = collective.config().size, dict(options.kill)
-    me = None if comm.joins else comm.rank  # the original rank; None for a new one
+    me = None if comm.membership.joins else comm.rank  # the original rank; None for a new one
 
     def in_rank_order(bucket: Any) -> Any:
         # With order="rank" the weights have the same bits over every transport and with any

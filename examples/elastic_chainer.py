@@ -58,7 +58,7 @@ def network() -> Any:
 
 def killing(options: Any, comm: collective.Communicator) -> Any:
     """Return a function that kills this rank if ``--kill`` names the rank and the step."""
-    me = None if comm.joins else comm.rank  # the original rank; None for a new one
+    me = None if comm.membership.joins else comm.rank  # the original rank; None for a new one
     kills = dict(options.kill) if collective.config().restart == 0 else {}
 
     def kill(step: int, ranks: collective.Communicator) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 
 import collective
 
-#: The numbers (``comm.origin``) of the ranks that are lost, and of those that have joined.
+#: The numbers (``comm.membership.origin``) of the ranks that are lost, and of those that have
+#: joined.
 Marked = tuple[Sequence[int], Sequence[int]]
 
 
@@ -74,7 +75,10 @@ def marked(
     lost = {number for mark in marks.values() for number in mark[0]}
     joined = {number for mark in marks.values() for number in mark[1]}
     ever = set(range(size)) | joined
-    found = sorted(ever - set(comm.origin) - lost), sorted(set(comm.origin) - ever)
+    found = (
+        sorted(ever - set(comm.membership.origin) - lost),
+        sorted(set(comm.membership.origin) - ever),
+    )
     return {**marks, step: found} if any(found) else dict(marks)
 
 

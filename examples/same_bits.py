@@ -4,7 +4,7 @@
 
     python examples/same_bits.py
     collective run -n 3 examples/same_bits.py
-    collective run -n 4 --min-ranks 1 --backend gloo examples/same_bits.py --kill 3@20 --kill 0@40
+    collective run -n 4 --min-ranks 1 --backend tcp examples/same_bits.py --kill 3@20 --kill 0@40
 
 The first command trains four times: on one, two and four ranks, and on four ranks two of which kill
 themselves. Each step consists of eight virtual shards, whichever ranks compute them. The network

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
 import signal
 from collections import Counter
 from pathlib import Path
@@ -21,15 +20,15 @@ for _room in ("adapters", "backends"):
         _link.symlink_to(f"../{_room}")
 
 from collective.testing import preload  # noqa: E402
-from tests.support.selection import OMITTED, QUICK, SLOW, WHOLE, key, one_of_each  # noqa: E402
+from tests.support.selection import SLOW, WHOLE, key, may_run, one_of_each  # noqa: E402
 
 _PREFIXES = ("COLLECTIVE_", "HYDRA_", "I_MPI_", "MPI_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
 _NAMES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _NAMES |= {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
 
 for _name in list(os.environ):
-    # COLLECTIVE_NATIVE stays, because the suite can run without the native core (=off).
-    if _name != "COLLECTIVE_NATIVE" and (_name in _NAMES or _name.startswith(_PREFIXES)):
+    # COLLECTIVE_DISABLE stays, because the suite can run without the native core (=native).
+    if _name != "COLLECTIVE_DISABLE" and (_name in _NAMES or _name.startswith(_PREFIXES)):
         del os.environ[_name]
 
 # On a busy machine an example of Hypothesis may exceed any deadline. A machine that runs only
@@ -56,9 +55,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # PyTorch takes each rank nearly 2 s of processor time.
 preload(["tests.support.preloaded"])
 
-# Parts of test names that stand for other transports, settings or numbers of ranks: not quick.
-_NOT_QUICK = re.compile(r"gloo|mpich|hierarchical|single_copy|\b(threads|shm|loopback)-[148]\b")
-
 
 @pytest.fixture
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -82,12 +78,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skip the files that --quick or --once omits, without importing them."""
-    if collection_path.is_dir():
+    if collection_path.suffix != ".py":
         return None
-    if config.getoption("quick"):
-        return key(collection_path) not in QUICK or None
-    if config.getoption("once"):
-        return key(collection_path) in OMITTED or None
+    if config.getoption("quick") or config.getoption("once"):
+        mark = "quick" if config.getoption("quick") else "once"
+        return not may_run(collection_path, mark) or None
     return None
 
 
@@ -95,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Drop the cases that --quick or --once omits, and put the slow files first."""
     kept = items
     if config.getoption("quick"):
-        kept = one_of_each([item for item in kept if not _NOT_QUICK.search(item.name)])
+        kept = one_of_each([item for item in kept if item.get_closest_marker("quick")])
     elif config.getoption("once"):
         kept = one_of_each(kept, WHOLE)
     chosen = set(kept)

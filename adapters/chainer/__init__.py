@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from collective.lazy import on_demand as _on_demand
+from collective.inner import on_demand as _on_demand
 
 from . import compatibility
 
@@ -19,21 +19,20 @@ if TYPE_CHECKING:
     from . import functional
     from .batch_normalization import SyncBatchNormalization, convert_batch_normalization
     from .dataset import ShardedIterator, scatter_dataset
-    from .evaluator import create_multi_node_evaluator
     from .optimizer import MultiNodeOptimizer, create_multi_node_optimizer
     from .parallel_updater import ParallelUpdater, Replicas
     from .pipeline import Pipeline
     from .snapshot import MultiNodeSnapshot, SnapshotError, load_snapshot, save_snapshot
     from .splits import Split
     from .state import broadcast_state
-    from .updaters import MultiNodeUpdater
+    from .trainer import MultiNodeUpdater, create_multi_node_evaluator
 else:  # not for type checkers: with __getattr__ they would accept any name
     __getattr__, __dir__ = _on_demand(
         __name__,
         {
             "MultiNodeOptimizer": "optimizer",
             "MultiNodeSnapshot": "snapshot",
-            "MultiNodeUpdater": "updaters",
+            "MultiNodeUpdater": "trainer",
             "ParallelUpdater": "parallel_updater",
             "Pipeline": "pipeline",
             "Replicas": "parallel_updater",
@@ -44,7 +43,7 @@ else:  # not for type checkers: with __getattr__ they would accept any name
             "WorkerLostError": "compatibility.processes",
             "broadcast_state": "state",
             "convert_batch_normalization": "batch_normalization",
-            "create_multi_node_evaluator": "evaluator",
+            "create_multi_node_evaluator": "trainer",
             "create_multi_node_optimizer": "optimizer",
             "functional": "functional",
             "load_snapshot": "snapshot",

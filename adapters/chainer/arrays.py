@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 import chainer
 import numpy as np
 
-from collective.errors import DeviceError, InvalidArgumentError
-from collective.memory.arrays import Adapter, adapter_like
-from collective.memory.dtypes import DType
-from collective.request import pass_over
+from collective import DeviceError, InvalidArgumentError
+from collective.inner import Adapter, DType, adapter_like, pass_over
 
 if TYPE_CHECKING:
-    from collective.cuda import Device, Stream
+    from collective.inner import cuda
 
 __all__ = ["ChainerAdapter", "array_of"]
 
@@ -57,17 +55,17 @@ class ChainerAdapter(Adapter):
         self,
         shape: tuple[int, ...],
         dtype: DType,
-        device: Device | None,
-        stream: Stream | None = None,
+        device: cuda.Device | None,
+        stream: cuda.Stream | None = None,
     ) -> Any:
         if device is None:
             return np.empty(shape, dtype.storage)
         return _cupy().empty(shape, dtype, device, stream)
 
-    def current_stream(self, device: Device, stream: Stream | None = None) -> Stream:
+    def current_stream(self, device: cuda.Device, stream: cuda.Stream | None = None) -> cuda.Stream:
         return _cupy().current_stream(device, stream)
 
-    def used_on(self, x: Any, stream: Stream) -> None:
+    def used_on(self, x: Any, stream: cuda.Stream) -> None:
         if isinstance(x, chainer.Variable):
             x = x.array
         if not isinstance(x, np.ndarray):

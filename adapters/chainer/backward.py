@@ -30,9 +30,9 @@ import numpy as np
 from chainer import _backprop, _backprop_utils
 from chainer.functions.connection.linear import LinearFunction, LinearGradWeight
 
-from collective.errors import InvalidArgumentError
+from collective import InvalidArgumentError
 
-__all__ = ["Complete", "Target", "watching"]
+__all__ = ["Complete", "Replacements", "Target", "watching"]
 
 #: Function that gets a leaf's number and its gradient, an array that it may read but not write. If
 #: it does not return None, its result replaces the gradient.
@@ -62,13 +62,12 @@ def watching(
             and a copy has no graph.
     """
     before = _here.watch
-    _wrappers.install()
-    _here.watch = leaves, complete, target
-    try:
-        yield
-    finally:
-        _here.watch = before
-        _wrappers.remove()
+    with _wrappers:
+        _here.watch = leaves, complete, target
+        try:
+            yield
+        finally:
+            _here.watch = before
 
 
 class _Here(threading.local):
@@ -153,57 +152,69 @@ class _Pass:
                 parts[:] = [chainer.Variable(taken, requires_grad=False)]
 
 
-class _Wrappers:
-    """Installer of the wrappers, shared by all threads that watch."""
+class Replacements:
+    """Replacements of attributes of Chainer, shared by all threads that need them at a time.
 
-    def __init__(self) -> None:
+    Args:
+        entries: for each attribute its owner, its name, and a function that makes the replacement
+            of the original.
+    """
+
+    def __init__(self, *entries: tuple[Any, str, Callable[[Any], Any]]) -> None:
+        self._entries = entries
         self._lock = threading.Lock()
         self._users = 0
-        self._pass: Any = None
-        self._step: Any = None
-        self._weight: Any = None
+        self._originals: list[Any] = []
 
-    def install(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                self._pass = _backprop._backprop_to_all
-                self._step = _backprop_utils.backprop_step
-                _backprop._backprop_to_all = self.run_pass
-                _backprop_utils.backprop_step = self.run_step
-                self._weight = weight = LinearGradWeight.forward
-                LinearGradWeight.forward = lambda node, inputs: _forward(weight, node, inputs)
+                self._originals = [getattr(owner, name) for owner, name, _ in self._entries]
+                for (owner, name, replacement), original in zip(self._entries, self._originals):
+                    setattr(owner, name, replacement(original))
 
-    def remove(self) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._users -= 1
             if not self._users:
-                _backprop._backprop_to_all = self._pass
-                _backprop_utils.backprop_step = self._step
-                LinearGradWeight.forward = self._weight
+                for (owner, name, _), original in zip(self._entries, self._originals):
+                    setattr(owner, name, original)
 
-    def run_pass(self, outputs: Any, *args: Any, **options: Any) -> Any:
+
+def _run_pass(original: Any) -> Any:
+    def run(outputs: Any, *args: Any, **options: Any) -> Any:
         before = _here.in_pass, _here.counted
         watched = None if _here.in_pass else _here.watch
         _here.in_pass = True
         try:
             nodes = [node for node, _ in outputs]
             _here.counted = None if watched is None else _Pass(nodes, *watched)
-            return self._pass(outputs, *args, **options)
+            return original(outputs, *args, **options)
         finally:
             _here.in_pass, _here.counted = before
 
-    def run_step(self, function: Any, indexes: Any, out: Any, gradients: Any, *args: Any) -> Any:
+    return run
+
+
+def _run_step(original: Any) -> Any:
+    def run(function: Any, indexes: Any, out: Any, gradients: Any, *args: Any) -> Any:
         counted = _here.counted
         if counted is None:
-            return self._step(function, indexes, out, gradients, *args)
+            return original(function, indexes, out, gradients, *args)
         _here.into = counted.target_for(function, gradients)
         try:
-            result = self._step(function, indexes, out, gradients, *args)
+            result = original(function, indexes, out, gradients, *args)
         finally:
             _here.into = None
         counted.done(function, gradients)
         return result
+
+    return run
+
+
+def _weight_gradient(original: Any) -> Any:
+    return lambda node, inputs: _forward(original, node, inputs)
 
 
 def _forward(original: Any, node: Any, inputs: tuple[Any, Any]) -> tuple[Any]:
@@ -229,4 +240,8 @@ def _forward(original: Any, node: Any, inputs: tuple[Any, Any]) -> tuple[Any]:
     return (into,)
 
 
-_wrappers = _Wrappers()
+_wrappers = Replacements(
+    (_backprop, "_backprop_to_all", _run_pass),
+    (_backprop_utils, "backprop_step", _run_step),
+    (LinearGradWeight, "forward", _weight_gradient),
+)

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import chainer
 import numpy as np
 
-from collective.communicator.foreign_names import refuses
-from collective.errors import InvalidArgumentError, ShapeError
-from collective.start.session import comm_or_current
+from collective import InvalidArgumentError, ShapeError
+from collective.inner import comm_or_current, refuses
 from collective.training.statistics import JoinedBatch, SharedCommunicator
 
 if TYPE_CHECKING:
-    from collective.communicator import Communicator
+    from collective import Communicator
 
 __all__ = ["SyncBatchNormalization", "convert_batch_normalization"]
 

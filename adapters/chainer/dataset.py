@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 import chainer
 import numpy as np
 
-from collective.communicator.foreign_names import refuses
-from collective.errors import InvalidArgumentError, MismatchError
-from collective.start.session import comm_or_current
-from collective.training import shares
+from collective import InvalidArgumentError, MismatchError
+from collective.inner import comm_or_current, refuses, shares
 
 if TYPE_CHECKING:
-    from collective.communicator import Communicator
+    from collective import Communicator
 
 __all__ = ["ShardedIterator", "scatter_dataset"]
 

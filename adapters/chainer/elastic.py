@@ -11,15 +11,15 @@ import chainer
 import numpy as np
 from chainer.serializers import npz
 
-from collective.errors import InvalidArgumentError
+from collective import InvalidArgumentError
+from collective.inner import shares
 from collective.training.elastic_state import register
-from collective.training.rebinding import Rebindable
 
 from .optimizer import MultiNodeOptimizer
 from .state import distinct_parameters
 
 if TYPE_CHECKING:
-    from collective.communicator import Communicator
+    from collective import Communicator
 
 __all__ = [
     "copy_optimizer", "copy_serialized", "copy_trainer", "load_optimizer", "load_serialized",
@@ -152,7 +152,7 @@ def rebind_trainer(trainer: Any, comm: Communicator) -> None:
     extensions = (entry.extension for entry in trainer._extensions.values())
     optimizers = updater.get_all_optimizers().values()
     for part in (*updater._iterators.values(), *optimizers, updater, *extensions):
-        if isinstance(part, Rebindable):
+        if isinstance(part, shares.Rebindable):
             part.rebind(comm)
 
 

@@ -28,10 +28,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from collective.communicator import Communicator
-from collective.contract.backend import ANY_SOURCE
-from collective.start.session import comm_or_current
-from collective.training import differentiable
+from collective import ANY_SOURCE, Communicator
+from collective.inner import comm_or_current, differentiable
 
 from .tape import Tape
 

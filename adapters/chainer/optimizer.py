@@ -15,19 +15,20 @@ from typing import TYPE_CHECKING, Any
 import chainer
 import numpy as np
 
-from collective.communicator.foreign_names import refuses
-from collective.contract.copying import NotCopied
-from collective.errors import (
-    CollectiveError,
-    GradientError,
-    InvalidArgumentError,
-    UnsupportedError,
+from collective import CollectiveError, GradientError, InvalidArgumentError, UnsupportedError
+from collective.inner import (
+    Bucket,
+    Gradients,
+    NotCopied,
+    Parameter,
+    ShardPasses,
+    StateEntry,
+    check_values,
+    comm_or_current,
+    refuses,
+    shares,
 )
-from collective.start.session import comm_or_current
-from collective.training.gradients import Bucket, Gradients, Parameter
-from collective.training.rebinding import Rebindable
-from collective.training.shard_passes import ShardPasses, seeded
-from collective.training.splits.replicas import StateEntry, check_values
+from collective.training.shard_passes import refuse_joined, seeded
 
 from .backward import watching
 from .batch_normalization import SyncBatchNormalization
@@ -46,9 +47,7 @@ from .state import (
 )
 
 if TYPE_CHECKING:
-    from collective.communicator import Communicator
-    from collective.contract.work import Work
-    from collective.shards import Shards
+    from collective import Communicator, Shards, Work
 
 __all__ = ["MultiNodeOptimizer", "create_multi_node_optimizer"]
 
@@ -227,14 +226,14 @@ class MultiNodeOptimizer(NotCopied):
         # A rank may have joined that has not made a step yet, so the next step sends or compares
         # the parameters again.
         self._syncing, self._reduced, self._agreed = True, False, False
-        if isinstance(self._reduce, Rebindable):
+        if isinstance(self._reduce, shares.Rebindable):
             self._reduce.rebind(comm.dup())
         if self.target is None:
             return
         follow_root(self.target, self._inner)
         self.target.cleargrads()
         for link in self.target.links():
-            if isinstance(link, Rebindable):
+            if isinstance(link, shares.Rebindable):
                 link.rebind(comm)
 
     def _forget(self) -> None:
@@ -250,30 +249,15 @@ class MultiNodeOptimizer(NotCopied):
 
     def _prepare(self) -> None:
         if self._passes is not None:
-            self._refuse_with_shards()
+            # Imported here, so that programs without shards run no code of it.
+            from .splits.split import Split
+
+            parts = self.target.namedlinks()
+            refuse_joined("create_multi_node_optimizer", parts, SyncBatchNormalization, Split)
         broadcast_state(self.target, self.comm)
         # Over the optimizer's own communicator, a rank that initialises a parameter alone meets
         # the others in a reduction, and all of them raise an error at once.
         follow_root(self.target, self._inner)
-
-    def _refuse_with_shards(self) -> None:
-        """Refuse links that communicate in their forward pass."""
-        # Imported here, so that programs without shards run no code of it.
-        from .splits.split import Split
-
-        for name, link in self.target.namedlinks():
-            if isinstance(link, SyncBatchNormalization):
-                raise UnsupportedError(
-                    f"create_multi_node_optimizer: {name} joins the ranks' batches, with shards. "
-                    "Use Chainer's own BatchNormalization, whose statistics are then those of each "
-                    "shard."
-                )
-            if isinstance(link, Split):
-                raise UnsupportedError(
-                    f"create_multi_node_optimizer: {name} is a Split, whose pieces are on several "
-                    "ranks, with shards. These ranks could hold different numbers of shards, and "
-                    "would wait for each other. Leave one of them out."
-                )
 
     # -- the parameters -------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from typing import Any
 import chainer
 from chainer.dataset import convert
 
-from collective.contract.copying import NotCopied
-from collective.errors import InvalidArgumentError
+from collective import InvalidArgumentError
+from collective.inner import NotCopied
 
 from .state import persistent_values
 

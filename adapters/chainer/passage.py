@@ -11,9 +11,8 @@ from typing import Any
 import chainer
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.errors import InvalidArgumentError, ShapeError, UnsupportedError
-from collective.memory.annotations import Framework
+from collective import Communicator, InvalidArgumentError, ShapeError, UnsupportedError
+from collective.inner import Framework
 from collective.training.pipelines import Action, Span
 
 from .tape import bare

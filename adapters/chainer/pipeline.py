@@ -14,17 +14,17 @@ from typing import Any
 
 import chainer
 
-from collective.communicator import Communicator
-from collective.communicator.rows import split_sizes
-from collective.contract.copying import NotCopied
-from collective.errors import (
+from collective import (
+    Communicator,
     CommunicatorClosedError,
     InvalidArgumentError,
     MismatchError,
     ShapeError,
 )
-from collective.start.session import comm_or_current
-from collective.training.pipelines import Span, check_options, check_same, order
+from collective.algorithms.pieces import split_sizes
+from collective.inner import NotCopied, comm_or_current
+from collective.training.pipelines import Span, check_options, order
+from collective.training.replicas import check_settings
 
 from .passage import ARRAYS, Passage, other_parameters, pieces
 
@@ -91,7 +91,8 @@ class Pipeline(NotCopied):
         comm = comm_or_current(comm, "Pipeline")
         check_options(microbatches, schedule, reduction)
         self._others = other_parameters(stages, comm)
-        check_same(comm, microbatches, schedule, reduction)
+        options = {"microbatches": microbatches, "schedule": schedule, "reduction": reduction}
+        check_settings(comm, options, "Pipeline")
         self.stage: Any = stages[comm.rank]
         self.timeline: tuple[Span, ...] = ()
         # The pipeline has its own communicator, so that its messages never mix with the program's.

@@ -26,8 +26,9 @@ from typing import Any, NoReturn
 import chainer
 import numpy as np
 
-from collective.errors import InvalidArgumentError, MismatchError
-from collective.training.shard_passes import Generator, ShardPasses, StateFold, of_numpy
+from collective import InvalidArgumentError
+from collective.inner import ShardPasses, StateEntry, refuse_differences
+from collective.training.shard_passes import Generator, StateFold, of_numpy
 
 from .state import distinct_parameters, sum_of_bits
 
@@ -203,11 +204,11 @@ class ShardState:
     def _end(self) -> None:
         """Compare the ranks, and fold the tracked values. Collective."""
         changed = sorted(set().union(*self._after) - set(self._persistent))
-        state = [[name, *map(str, rest)] for name, _, *rest in self._parameters]
+        state = [[name, kind, bits] for name, _, kind, bits in self._parameters]
         for key in self._persistent:
             array = self._tracked.get(key)
-            text = repr(self._before[key]) if array is None else str(sum_of_bits(array))
-            state.append([_label(key), _kind(self._before[key]), text])
+            value = repr(self._before[key]) if array is None else sum_of_bits(array)
+            state.append([_label(key), _kind(self._before[key]), value])
         digest = zlib.crc32(repr(state).encode())
         note = np.array([digest, -digest, bool(changed or self._problems)], np.int64)
         comm = self._passes.comm
@@ -224,28 +225,19 @@ class ShardState:
             InvalidArgumentError, MismatchError: those of :meth:`step`.
         """
         comm = self._passes.comm
-        where = f"[rank {comm.rank} of {comm.size}]"
-        for rank, (state, problems, _) in enumerate(every):
-            differing = next((a for a, b in zip(state, every[0][0]) if a != b), None)
-            if differing or len(state) != len(every[0][0]):
-                name = differing[0] if differing else "the set of persistent values"
-                raise MismatchError(
-                    f"update: {name} of rank {rank} was not rank 0's before this step {where}. "
-                    "Change parameters and persistent values on all ranks in the same way, or call "
-                    "broadcast() afterwards."
-                )
+        remedy = (
+            "Change parameters and persistent values on all ranks in the same way, or call "
+            "broadcast() afterwards."
+        )
+        states = [state for state, *_ in every]
+        refuse_differences("update", "parameters before this step", states, comm, remedy)
+        for rank, (_, problems, _) in enumerate(every):
             if problems:
-                _refuse(problems[0], rank, where)
+                _refuse(problems[0], rank, f"[rank {comm.rank} of {comm.size}]")
         keys = sorted({(path, name) for _, _, changed in every for path, name in changed})
-        values = comm.all_gather_object([self._value(key) for key in keys])
-        for rank, theirs in enumerate(values):
-            for key, value, root in zip(keys, theirs, values[0]):
-                if value != root:
-                    raise MismatchError(
-                        f"update: {_label(key)}, which a pass changed, was {value} on rank {rank} "
-                        f"before this step, and {root} on rank 0 {where}. Give the attribute the "
-                        "same value on all ranks."
-                    )
+        values = comm.all_gather_object([[_label(key), self._value(key)] for key in keys])
+        remedy = "A pass changed them. Give the attributes the same values on all ranks."
+        refuse_differences("update", "attributes before this step", values, comm, remedy)
         return keys
 
     def _value(self, key: _Key) -> str:
@@ -317,13 +309,12 @@ def _bits_of_persistent(link: Any) -> dict[str, Any]:
     }
 
 
-def _parameters(link: Any) -> list[tuple[str, Any, str, tuple[int, ...], int]]:
-    """Return name, variable, dtype, shape and bits of each parameter."""
+def _parameters(link: Any) -> list[tuple[str, Any, str | None, int]]:
+    """Return name, variable, dtype with shape, and bits of each parameter."""
     return [
-        (name, p, str(p.array.dtype), p.array.shape, sum_of_bits(p.array))
-        if p.is_initialized
-        else (name, p, "", (), 0)
+        (name, p, kind, 0 if kind is None else sum_of_bits(p.array))
         for name, p in distinct_parameters(link)
+        for _, kind, _ in [StateEntry(name, p.raw_array).layout]
     ]
 
 

@@ -22,11 +22,11 @@ import chainer
 import numpy as np
 from chainer.serializers import npz
 
-from collective.errors import CollectiveError, InvalidArgumentError, UnsupportedError
-from collective.start.session import comm_or_current
+from collective import CollectiveError, InvalidArgumentError, UnsupportedError
+from collective.inner import comm_or_current
 
 if TYPE_CHECKING:
-    from collective.communicator import Communicator
+    from collective import Communicator
 
 __all__ = ["MultiNodeSnapshot", "SnapshotError", "load_snapshot", "save_snapshot"]
 
@@ -179,7 +179,7 @@ class MultiNodeSnapshot(_Extension):  # type: ignore[misc, unused-ignore]
 
         After a loss nothing is loaded, because the ranks continue from their state in memory.
         """
-        if not self._autoload or (self._comm.generation and trainer.updater.iteration):
+        if not self._autoload or (self._comm.membership.generation and trainer.updater.iteration):
             return
         files = self._files(trainer) if self._comm.rank == 0 else []
         path = self._comm.broadcast_object(str(files[-1]) if files else None)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import chainer
 import numpy as np
 
-from collective.errors import MismatchError
-from collective.memory.overlap import call_in_place
-from collective.start.session import comm_or_current
+from collective import MismatchError
+from collective.inner import StateEntry, call_in_place, comm_or_current, refuse_differences
 
 if TYPE_CHECKING:
-    from collective.communicator import Communicator
+    from collective import Communicator
 
 __all__ = [
     "MARKS", "agree", "broadcast_state", "compare_parameters", "distinct_parameters",
@@ -68,7 +67,10 @@ def broadcast_state(
     """
     comm = comm_or_current(comm, "broadcast_state")
     parameters = distinct_parameters(link)
-    _compare(parameters, comm, root)
+    mine = [StateEntry(name, parameter.raw_array).layout for name, parameter in parameters]
+    remedy = f"Make the same link on every rank, and load it on rank {root} or on all ranks."
+    every = comm.all_gather_object(mine)
+    refuse_differences("broadcast_state", "parameters", every, comm, remedy, root, fills=True)
     known: list[Any] = comm.broadcast_object(
         [list(p.shape) if p.is_initialized else None for _, p in parameters], root=root
     )
@@ -86,35 +88,6 @@ def broadcast_state(
         call_in_place(partial(comm.broadcast, arrays, root=root), arrays)
     if persistent:
         _broadcast_persistent(link, comm, root)
-
-
-def _compare(parameters: list[tuple[str, Any]], comm: Communicator, root: int) -> None:
-    """Check that the ranks' links are equal; every rank raises the error."""
-    mine = [
-        (name, list(p.shape), p.dtype.name) if p.is_initialized else (name, None, None)
-        for name, p in parameters
-    ]
-    every: list[list[Any]] = comm.all_gather_object(mine)
-    theirs = every[root]
-    for rank, entries in enumerate(every):
-        what = ""
-        if len(entries) != len(theirs):
-            what = f"{len(entries)} parameters, but rank {root} has {len(theirs)}"
-        for a, b in zip(entries, theirs):
-            if a[0] != b[0] or (a[1] is not None and (a[1] != b[1] or a[2] != b[2])):
-                what = f"{_described(a)}, but rank {root} has {_described(b)}"
-                break
-        if what:
-            raise MismatchError(
-                f"broadcast_state: the ranks' links differ: rank {rank} has {what} "
-                f"[rank {comm.rank} of {comm.size}]. Make the same link on every rank, and load it "
-                f"on rank {root} or on all ranks."
-            )
-
-
-def _described(entry: Any) -> str:
-    name, shape, dtype = entry
-    return f"{name} not initialised" if shape is None else f"{name} {dtype}{list(shape)}"
 
 
 def sampled(named: list[tuple[str, Any]], step: int) -> bytes:
@@ -159,39 +132,18 @@ def compare_parameters(
     mine = []
     for (name, p), old in zip(named, known or [True] * len(named)):
         array = p.raw_array
-        kind = "not initialised"
-        if array is not None:
-            kind = f"{array.dtype}{list(array.shape)} on {p.device}"
+        _, kind, _ = StateEntry(name, array).layout
+        kind = kind and f"{kind} on {p.device}"
         enabled = p.update_rule is not None and p.update_rule.enabled
         frozen = "trained" if enabled else "not trained (disable_update, or no update rule)"
         origin = "the object of the last step" if old else "another object than in the last step"
-        bits = "" if array is None else hex(sum_of_bits(array))
-        mine.append([name, kind, *([frozen, origin, bits] if values else [""] * 3)])
-    every: list[list[Any]] = comm.all_gather_object(mine)
-    for rank, theirs in enumerate(every):
-        difference = _first_difference(theirs, every[0], rank)
-        if not difference:
-            continue
-        others = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
-        raise MismatchError(
-            f"{what}: the parameters of rank(s) {others} are not rank 0's: {difference} [rank "
-            f"{comm.rank} of {comm.size}]. Change parameters on all ranks in the same way, load "
-            "snapshots on every rank, or call broadcast() after loading."
-        )
-
-
-def _first_difference(theirs: list[Any], root: list[Any], rank: int) -> str:
-    """Return a description of the first parameter in which a rank differs from rank 0."""
-    here, there = ({entry[0]: entry[1:] for entry in entries} for entries in (theirs, root))
-    for name in [*here, *there]:
-        if name not in here or name not in there:
-            return f"only rank {rank if name in here else 0} has {name}"
-        for a, b in zip(here[name][:3], there[name][:3]):
-            if a != b:
-                return f"{name} is {a} on rank {rank}, but {b} on rank 0"
-        if here[name][3] != there[name][3]:
-            return f"the values of {name} differ on rank {rank}"
-    return ""
+        bits = 0 if array is None else sum_of_bits(array)
+        mine.append([name, kind, *([frozen, origin, bits] if values else [])])
+    remedy = (
+        "Change parameters on all ranks in the same way, load snapshots on every rank, or call "
+        "broadcast() after loading."
+    )
+    refuse_differences(what, "parameters", comm.all_gather_object(mine), comm, remedy)
 
 
 def marks_of(number: int) -> list[float]:

@@ -11,8 +11,8 @@ import chainer
 import chainer.functions as F
 import numpy as np
 
-from collective.errors import DtypeError, InvalidArgumentError
-from collective.training.differentiable import CollectiveStep, check_op
+from collective import DtypeError, InvalidArgumentError
+from collective.inner import differentiable
 
 from .arrays import array_of
 
@@ -22,7 +22,7 @@ __all__ = ["Tape", "bare", "module_of"]
 class _GraphNode(chainer.FunctionNode):  # type: ignore[misc, unused-ignore]
     """Collective on one variable, the first input; the last input is a token without a value."""
 
-    def __init__(self, step: CollectiveStep) -> None:
+    def __init__(self, step: differentiable.CollectiveStep) -> None:
         super().__init__()
         self._step = step
 
@@ -90,7 +90,7 @@ class Tape:
     """Operations on Chainer's graph; see :class:`collective.training.differentiable.Tape`."""
 
     @staticmethod
-    def record(step: CollectiveStep, x: Any, near: Any = None) -> Any:
+    def record(step: differentiable.CollectiveStep, x: Any, near: Any = None) -> Any:
         """Run a step as a node of the graph, if gradients are enabled.
 
         Args:
@@ -128,7 +128,7 @@ class Tape:
             )
         if isinstance(x, chainer.Variable):
             array_of(x, what)
-        check_op(what, op)
+        differentiable.check_op(what, op)
         if x.dtype.kind not in "biuf" or (op == "avg" and x.dtype.kind != "f"):
             of = "op avg of " if op == "avg" else ""
             raise DtypeError(

@@ -8,16 +8,11 @@ from typing import Any
 import cupy
 import numpy as np
 
-from collective import cuda
-from collective.cuda import Device, Stream
-from collective.errors import AllocationError, DtypeError
-from collective.memory import dtypes
-from collective.memory.arrays import Adapter, NumpyAdapter, adapter_like
-from collective.memory.buffer import Spot, new_spot
+from collective import AllocationError, DtypeError
+from collective.inner import Adapter, DeviceArray, DType, Spot, adapter_like, cuda, dtypes
+from collective.memory.arrays import NumpyAdapter
+from collective.memory.buffer import new_spot
 from collective.memory.device_adapter import root_owner
-from collective.memory.device_array import DeviceArray
-from collective.memory.device_space import DeviceElements
-from collective.memory.dtypes import DType
 
 __all__ = ["CupyAdapter"]
 
@@ -87,8 +82,8 @@ class CupyAdapter(Adapter):
         self,
         shape: tuple[int, ...],
         dtype: DType,
-        device: Device | None,
-        stream: Stream | None = None,
+        device: cuda.Device | None,
+        stream: cuda.Stream | None = None,
     ) -> DeviceArray:
         """Return memory of CuPy's pool, on CuPy's current device if ``device`` is None."""
         device = device or cuda.device(cupy.cuda.Device().id)
@@ -97,10 +92,10 @@ class CupyAdapter(Adapter):
             owner = _allocate(shape, kind)
         return self.view(owner)[0]
 
-    def current_stream(self, device: Device, stream: Stream | None = None) -> Stream:
+    def current_stream(self, device: cuda.Device, stream: cuda.Stream | None = None) -> cuda.Stream:
         return device.stream(_current_handle(device.ordinal))
 
-    def used_on(self, x: Any, stream: Stream) -> None:
+    def used_on(self, x: Any, stream: cuda.Stream) -> None:
         owner = root_owner(x)
         if isinstance(owner, cuda.Memory):
             owner.used_on(stream)
@@ -109,13 +104,13 @@ class CupyAdapter(Adapter):
 class CupySpace:
     """Memory from CuPy's pool, copied by CuPy's kernels."""
 
-    def empty(self, nbytes: int, device: Device, stream: Stream) -> tuple[int, Any]:
+    def empty(self, nbytes: int, device: cuda.Device, stream: cuda.Stream) -> tuple[int, Any]:
         """Return the address and the owner of new memory, for use in the order of ``stream``."""
         with _current(stream):
             owner = _allocate((nbytes,), np.dtype("uint8"))
         return owner.data.ptr, owner
 
-    def assign(self, dst: DeviceElements, src: DeviceElements) -> None:
+    def assign(self, dst: DeviceArray, src: DeviceArray) -> None:
         """Copy between arrays of the same shape and item size, with any strides."""
         kind = _MOVED[dst.dtype.itemsize]
         with _current(cuda.effective_stream(dst.stream)):
@@ -151,7 +146,7 @@ def _named(dtype: DType) -> np.dtype[Any]:
 
 
 @contextlib.contextmanager
-def _current(stream: Stream) -> Any:
+def _current(stream: cuda.Stream) -> Any:
     """Make a stream and its device CuPy's current stream and device in the body."""
     ordinal = stream.device.ordinal
     with cupy.cuda.Device(ordinal):
@@ -166,7 +161,7 @@ def _current(stream: Stream) -> Any:
             yield
 
 
-def _over(array: DeviceElements, kind: np.dtype[Any]) -> Any:
+def _over(array: DeviceArray, kind: np.dtype[Any]) -> Any:
     """Return a CuPy array of type ``kind`` over an array's memory."""
     owner = root_owner(array)
     memory = owner.data.mem if isinstance(owner, cupy.ndarray) else None

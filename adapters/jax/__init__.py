@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from collective.lazy import on_demand as _on_demand
+from collective.inner import on_demand as _on_demand
 
 if TYPE_CHECKING:
     from .gradients import average_gradients, broadcast_parameters

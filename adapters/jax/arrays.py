@@ -10,13 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from collective import native
-from collective.errors import DeviceError, DtypeError, InvalidArgumentError
-from collective.memory.arrays import Adapter, adapter_like
+from collective import DeviceError, DtypeError, InvalidArgumentError
+from collective.inner import Adapter, DType, adapter_like, native, pass_over
+from collective.memory.arrays import Distant
 from collective.memory.buffer import aligned
-from collective.memory.dtypes import DType
-from collective.memory.through_host import Distant
-from collective.request import pass_over
 
 __all__ = ["JaxAdapter"]
 

@@ -35,12 +35,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.communicator.rows import check_counts, split_sizes
-from collective.errors import InvalidArgumentError, RankError, ShapeError, UnsupportedError
+from collective import Communicator, InvalidArgumentError, RankError, ShapeError, UnsupportedError
+from collective.algorithms.pieces import check_counts, split_sizes
+from collective.inner import comm_or_current, pass_over
 from collective.ops import NAMES
-from collective.request import call_site, pass_over
-from collective.start.session import comm_or_current
+from collective.request import call_site
 
 from .traced import Call, bind
 

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
-from collective.errors import InvalidArgumentError
-from collective.ops import premul_sum
-from collective.start.session import comm_or_current
+from collective import InvalidArgumentError, premul_sum
+from collective.inner import comm_or_current
 
 if TYPE_CHECKING:
-    from collective.communicator import Communicator
-    from collective.ops import ReduceOp
+    from collective import Communicator, ReduceOp
 
 __all__ = ["average_gradients", "broadcast_parameters"]
 

@@ -32,9 +32,8 @@ from jax._src import core, effects
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from collective.communicator import Communicator
+from collective import CollectiveError, Communicator, UnsupportedError
 from collective.communicator.repeated import RepeatedCall, view
-from collective.errors import CollectiveError, UnsupportedError
 from collective.request import in_thread
 
 from .xla.library import handler, runner

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from collective.lazy import on_demand as _on_demand
+from collective.inner import on_demand as _on_demand
 
 from .autoload import autoload as _autoload
 

@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from collective import native
-from collective.errors import DeviceError, DtypeError, InvalidArgumentError
-from collective.memory.arrays import Adapter
-from collective.memory.dtypes import BY_NAME, DType
+from collective import DeviceError, DtypeError, InvalidArgumentError
+from collective.inner import BY_NAME, Adapter, DType, native, pass_over
 from collective.memory.holding import hold
-from collective.request import pass_over
 
 if TYPE_CHECKING:
-    from collective.cuda import Device, Stream
-    from collective.memory.buffer import Spot
+    from collective.inner import Spot, cuda
 
 __all__ = ["TorchAdapter"]
 
@@ -153,18 +149,18 @@ class TorchAdapter(Adapter):
         self,
         shape: tuple[int, ...],
         dtype: DType,
-        device: Device | None,
-        stream: Stream | None = None,
+        device: cuda.Device | None,
+        stream: cuda.Stream | None = None,
     ) -> Any:
         if device is None:
             return np.empty(shape, dtype.storage)
         return _on_gpu().empty(shape, _kind(dtype), dtype, device, stream)
 
-    def current_stream(self, device: Device, stream: Stream | None = None) -> Stream:
-        current: Stream = (_gpu or _on_gpu()).current_stream(device)
+    def current_stream(self, device: cuda.Device, stream: cuda.Stream | None = None) -> cuda.Stream:
+        current: cuda.Stream = (_gpu or _on_gpu()).current_stream(device)
         return current
 
-    def used_on(self, x: Any, stream: Stream) -> None:
+    def used_on(self, x: Any, stream: cuda.Stream) -> None:
         _on_gpu().used_on(x, stream)
 
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from collective.communicator import Communicator
-from collective.communicator.foreign_names import refuses
-from collective.errors import InvalidArgumentError, ShapeError
-from collective.start.session import comm_or_current
+from collective import Communicator, InvalidArgumentError, ShapeError
+from collective.inner import comm_or_current, refuses
 from collective.training.statistics import JoinedBatch, SharedCommunicator
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]

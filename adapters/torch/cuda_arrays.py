@@ -7,16 +7,9 @@ from typing import Any
 
 import torch
 
-from collective import cuda
-from collective.cuda import Device, Stream
-from collective.errors import AllocationError, DeviceError
-from collective.memory import dlpack
-from collective.memory.buffer import Spot, new_spot
-from collective.memory.device_adapter import root_owner
-from collective.memory.device_array import DeviceArray
-from collective.memory.device_copies import PLAIN
-from collective.memory.device_space import DeviceElements
-from collective.memory.dtypes import BY_NAME, DType
+from collective import AllocationError, DeviceError
+from collective.inner import BY_NAME, DeviceArray, DType, Spot, cuda
+from collective.memory import buffer, device_adapter, device_copies, dlpack
 
 __all__ = ["current_stream", "empty", "spot", "used_on", "view", "wrap"]
 
@@ -42,10 +35,10 @@ _MOVED = {
     8: (torch.int64, "int64"),
     16: (torch.complex128, "complex128"),
 }
-_streams: dict[Stream, Any] = {}
+_streams: dict[cuda.Stream, Any] = {}
 
 
-def current_stream(device: Device) -> Stream:
+def current_stream(device: cuda.Device) -> cuda.Stream:
     """Return torch's current stream in this thread."""
     return device.stream(_current_handle(device.ordinal))
 
@@ -98,15 +91,15 @@ def spot(x: Any, dtype: DType) -> Spot | None:
     ordinal = x.get_device()
     device = cuda.device(ordinal)
     stream = device.stream(_current_handle(ordinal))
-    return new_spot((address, x.numel(), dtype, shape, stream, device))
+    return buffer.new_spot((address, x.numel(), dtype, shape, stream, device))
 
 
 def empty(
     shape: tuple[int, ...],
     kind: torch.dtype,
     dtype: DType,
-    device: Device,
-    stream: Stream | None,
+    device: cuda.Device,
+    stream: cuda.Stream | None,
 ) -> DeviceArray:
     """Return the memory of a new tensor, allocated for later use on ``stream``.
 
@@ -126,7 +119,7 @@ def wrap(array: DeviceArray, kind: torch.dtype) -> Any:
 
     If the memory belongs to such a tensor, return that tensor itself.
     """
-    owner = root_owner(array)
+    owner = device_adapter.root_owner(array)
     if (
         isinstance(owner, torch.Tensor)
         and owner.dtype is kind
@@ -144,9 +137,9 @@ def wrap(array: DeviceArray, kind: torch.dtype) -> Any:
     return bits.view(kind)
 
 
-def used_on(x: Any, stream: Stream) -> None:
+def used_on(x: Any, stream: cuda.Stream) -> None:
     """Tell torch's allocator that another stream uses a tensor's memory."""
-    owner = root_owner(x)
+    owner = device_adapter.root_owner(x)
     if isinstance(owner, torch.Tensor):
         if owner.is_cuda:
             owner.record_stream(_torch_stream(stream))
@@ -157,17 +150,17 @@ def used_on(x: Any, stream: Stream) -> None:
 class TorchSpace:
     """Memory of torch's caching allocator, copied by torch's kernels."""
 
-    def empty(self, nbytes: int, device: Device, stream: Stream) -> tuple[int, Any]:
+    def empty(self, nbytes: int, device: cuda.Device, stream: cuda.Stream) -> tuple[int, Any]:
         """Return the address and the owner of new memory, for use in the order of ``stream``."""
         with _current(stream):
             owner = _allocate((nbytes,), torch.uint8, device)
         return owner.data_ptr(), owner
 
-    def assign(self, dst: DeviceElements, src: DeviceElements) -> None:
+    def assign(self, dst: DeviceArray, src: DeviceArray) -> None:
         """Copy between arrays of the same shape and item size, with any strides."""
         target, source = _tensor(dst), _tensor(src)
         if target is None or source is None:
-            PLAIN.assign(dst, src)
+            device_copies.PLAIN.assign(dst, src)
             return
         # A tensor made in inference mode may be written to only in inference mode.
         with _current(cuda.effective_stream(dst.stream)), torch.inference_mode():
@@ -182,7 +175,7 @@ def _in_bytes(x: Any) -> tuple[int, ...]:
     return tuple(stride * size for stride in x.stride())
 
 
-def _allocate(shape: tuple[int, ...], kind: torch.dtype, device: Device) -> Any:
+def _allocate(shape: tuple[int, ...], kind: torch.dtype, device: cuda.Device) -> Any:
     try:
         return torch.empty(shape, dtype=kind, device=f"cuda:{device.ordinal}")
     except torch.cuda.OutOfMemoryError as error:
@@ -191,7 +184,7 @@ def _allocate(shape: tuple[int, ...], kind: torch.dtype, device: Device) -> Any:
         ) from error
 
 
-def _current(stream: Stream) -> contextlib.AbstractContextManager[Any]:
+def _current(stream: cuda.Stream) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which a stream is torch's current stream."""
     if stream == current_stream(stream.device):
         return contextlib.nullcontext()
@@ -199,7 +192,7 @@ def _current(stream: Stream) -> contextlib.AbstractContextManager[Any]:
     return context
 
 
-def _torch_stream(stream: Stream) -> Any:
+def _torch_stream(stream: cuda.Stream) -> Any:
     torch_stream = _streams.get(stream)
     if torch_stream is None:
         ordinal = stream.device.ordinal
@@ -214,12 +207,12 @@ def _torch_stream(stream: Stream) -> Any:
     return torch_stream
 
 
-def _tensor(array: DeviceElements) -> Any:
+def _tensor(array: DeviceArray) -> Any:
     """Return the bits of an array as a tensor; None if torch has no such strides."""
     size = array.dtype.itemsize
     if any(stride < 0 or stride % size for stride in array.strides):
         return None
-    owner = root_owner(array)
+    owner = device_adapter.root_owner(array)
     kind, name = _MOVED[size]
     if isinstance(owner, torch.Tensor):
         part = _part(owner, array, kind)
@@ -241,7 +234,7 @@ def _tensor(array: DeviceElements) -> Any:
     return torch.utils.dlpack.from_dlpack(lent)
 
 
-def _part(owner: Any, array: DeviceElements, kind: torch.dtype) -> Any:
+def _part(owner: Any, array: DeviceArray, kind: torch.dtype) -> Any:
     """Return the part of a tensor's storage that an array covers; None if torch has no view."""
     size, unit = array.dtype.itemsize, owner.element_size()
     start = array.address - owner.data_ptr() + owner.storage_offset() * unit

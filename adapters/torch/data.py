@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from collective.communicator import Communicator
-from collective.communicator.foreign_names import refuses
-from collective.errors import InvalidArgumentError
-from collective.training import shares
+from collective import Communicator, InvalidArgumentError
+from collective.inner import refuses, shares
 
 __all__ = ["PrefetchLoader", "ShardedSampler"]
 

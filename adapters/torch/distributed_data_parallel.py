@@ -8,25 +8,29 @@ The parts that do not depend on PyTorch are in :mod:`collective.gradients`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from collective.communicator.foreign_names import refuses
-from collective.errors import GradientError, UnsupportedError
-from collective.shards import Shards
-from collective.start.session import comm_or_current
-from collective.training.gradients import Bucket, Gradients, Parameter
-from collective.training.rebinding import Rebindable
-from collective.training.shard_passes import ShardPasses
-from collective.training.splits.replicas import StateEntry, check_values
+from collective import CommunicatorClosedError, GradientError, Shards, UnsupportedError, current
+from collective.inner import (
+    Bucket,
+    Gradients,
+    Parameter,
+    ShardPasses,
+    StateEntry,
+    check_values,
+    comm_or_current,
+    refuses,
+    shares,
+)
 
-from .copying import Copyable
 from .dense import InBuckets, dense_weights, is_for
 from .joining import Attendance
 from .passes import BackwardPass, ForwardPass, Passes, leaves_behind, tensors_in, weakly
@@ -43,8 +47,7 @@ from .wrapped import (
 )
 
 if TYPE_CHECKING:
-    from collective.communicator import Communicator
-    from collective.contract.work import Work
+    from collective import Communicator, Work
 
 __all__ = ["DistributedDataParallel"]
 
@@ -93,7 +96,7 @@ def _watch_steps() -> None:
     register_optimizer_step_post_hook(stepped)
 
 
-class DistributedDataParallel(Copyable):
+class DistributedDataParallel(nn.Module):
     """Wrapper of a module whose gradients are averaged over the ranks in each backward pass.
 
     Every rank makes the wrapper, with the same module. Rank 0 then sends its parameters and
@@ -160,6 +163,9 @@ class DistributedDataParallel(Copyable):
         torch.nn.parallel.DistributedDataParallel.
     """
 
+    module: nn.Module
+    comm: Communicator
+    # Attributes that _connect() creates. A copy or a pickle has none of them.
     _of_connection = frozenset((
         "_attendance", "_gradients", "_hooks", "_in_buckets", "_loop", "_passes", "_snapshot",
         "_sparse", "_trained", "_written",
@@ -207,6 +213,7 @@ class DistributedDataParallel(Copyable):
     # The buckets outlive a caller's inference mode, in whose tensors no gradient may be written.
     @torch.inference_mode(False)
     def _connect(self) -> None:
+        """Create the objects that reduce the gradients, over ``self.comm``. Collective."""
         module = self.module
         for hook in vars(self).get("_hooks", ()):  # of parameters that have changed
             hook.remove()
@@ -363,7 +370,7 @@ class DistributedDataParallel(Copyable):
         for parameter in self.module.parameters():
             parameter.grad = None
         for each in self.module.modules():
-            if isinstance(each, Rebindable):
+            if isinstance(each, shares.Rebindable):
                 each.rebind(comm)
 
     def _new_passes(self) -> Passes:
@@ -496,6 +503,53 @@ class DistributedDataParallel(Copyable):
         ]
         check_values(self.comm, entries, _DIFFERENT, "DistributedDataParallel")
 
+    # -- copies ---------------------------------------------------------------------------
+    #
+    # Connecting is collective, but often a single rank makes a copy, for a checkpoint or for
+    # averaged weights. So a copy connects in the first forward pass that all ranks make.
+
+    def _find_ranks(self) -> bool:
+        """Connect a copy that is about to train.
+
+        Returns:
+            False if the copy is not connected: there is no communicator, or no parameter requires a
+            gradient.
+        """
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            return False
+        if self.comm is None:
+            try:
+                self.comm = current()
+            except CommunicatorClosedError:
+                return False
+        self._connect()
+        return True
+
+    def __copy__(self) -> Self:
+        """Return a wrapper of the same module that shares all other attributes, too."""
+        twin = self.__class__.__new__(self.__class__)
+        vars(twin).update(vars(self))
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin.comm = self.comm
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes that are copied and pickled."""
+        left_out = {"comm", *self._of_connection}
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        untyped: Any = super()
+        untyped.__setstate__(state)
+        self.comm = None  # type: ignore[assignment]  # the wrapper connects before any use
+        self._connected = False
+        self._sync = True
+
     # -- the backward pass ----------------------------------------------------------------
 
     def _refuse_broken(self) -> None:
@@ -594,7 +648,7 @@ class DistributedDataParallel(Copyable):
                     f"{self.comm.rank} of {self.comm.size}]. Call the wrapper, and not the module, "
                     "or call rebind(comm) on all ranks after such a change."
                 )
-                self.comm.fail(error)
+                self.comm.inner.fail(error)
                 raise error
 
     def _finish(self) -> None:

@@ -26,10 +26,8 @@ from typing import Any
 
 import torch
 
-from collective.communicator import Communicator
-from collective.contract.backend import ANY_SOURCE
-from collective.start.session import comm_or_current
-from collective.training import differentiable
+from collective import ANY_SOURCE, Communicator
+from collective.inner import comm_or_current, differentiable
 
 from .tape import Tape
 

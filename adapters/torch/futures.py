@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from collective.contract.work import Lane, Work
-from collective.deadline import Deadline
-from collective.errors import UnsupportedError
+from collective import UnsupportedError, Work
+from collective.contract.work import Lane
+from collective.inner import Deadline
 from collective.request import call_site, in_thread
 
 from .untraced import untraced

@@ -5,7 +5,7 @@ an axis. So tensors that are joined or cut are flattened before they are sent.
 
 Senders and receivers both state lengths, and only a comparison of each pair shows that they fit: a
 total may fit all the same. In calls with ``counts``, the ranks compare these. In the others, they
-compare :attr:`Communicator.expects`. A rank whose own tensors contradict each other breaks the
+compare :attr:`Inner.expects`. A rank whose own tensors contradict each other breaks the
 group, so that all ranks get the error.
 """
 
@@ -20,17 +20,18 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 
-from collective.communicator import Communicator, Status
-from collective.contract.failure import Failure
-from collective.errors import (
+from collective import (
     CollectiveTimeoutError,
+    Communicator,
     DtypeError,
     InvalidArgumentError,
+    ReduceOp,
+    Status,
     UnsupportedError,
+    premul_sum,
+    user_op,
 )
-from collective.memory.dtypes import BY_NAME
-from collective.memory.overlap import call_in_place
-from collective.ops import ReduceOp, as_op, premul_sum, user_op
+from collective.inner import BY_NAME, Failure, as_op, call_in_place
 
 from .synchronous import sum_sparse
 
@@ -44,6 +45,7 @@ __all__ = [
     "broadcast",
     "gather",
     "monitored_barrier",
+    "one_by_one",
     "operator_of",
     "recv",
     "recv_own",
@@ -213,7 +215,7 @@ def _check_alike(comm: Communicator, what: str, tensor: Tensor, like: Tensor) ->
             f"{what}: got tensors of {tensor.dtype} and of {like.dtype} (expected one dtype) "
             f"[rank {comm.rank} of {comm.size}]."
         )
-        comm.fail(error)
+        comm.inner.fail(error)
         raise error
 
 
@@ -223,7 +225,7 @@ def _refuse_lengths(
     """Break the group, since this rank states two lengths for its own piece."""
     text = f"rank {comm.rank} sends {sent} to rank {comm.rank}, which expects {expected}"
     failure = Failure("mismatch", comm.rank, f"{text}. The tensors of a call must fit each other")
-    comm.fail(failure)
+    comm.inner.fail(failure)
     raise failure.error(what, comm.rank)
 
 
@@ -242,11 +244,19 @@ def _compared(
     # what this rank sends. It makes no call with a timeout.
     if seconds is None and any(expected != length for expected in expects):
         seconds = comm.timeout
-    comm.expects = expects
+    comm.inner.expects = expects
     try:
         return call(timeout=seconds)
     finally:
-        comm.expects = None
+        comm.inner.expects = None
+
+
+def one_by_one(
+    comm: Communicator, call: Callable[..., None], entries: Sequence[Any], seconds: float | None
+) -> None:
+    """Make a call of this module for each of several lists of arguments."""
+    for entry in entries:
+        call(comm, *entry, seconds)
 
 
 # -- reductions ----------------------------------------------------------------------------

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from collective.communicator import Communicator, Status
-from collective.contract.backend import ANY_SOURCE
-from collective.errors import CollectiveTimeoutError
+from collective import ANY_SOURCE, CollectiveTimeoutError, Communicator, Status
 
 from . import group_calls
 from .futures import GroupWork, Queue
@@ -91,7 +89,8 @@ class GroupMessages:
                         del self._queues[idle]
                 name = f"collective-torch-{direction}-{peer}-{tag}"
                 sends = direction == "send"
-                turns = self._queues[key] = Queue(name, self._comm.timeout, self._comm.fail, sends)
+                fail = self._comm.inner.fail
+                turns = self._queues[key] = Queue(name, self._comm.timeout, fail, sends)
             work = turns.start(f"{direction}(tag={tag})", run, [tensor])
         return GroupWork([tensor], work, **source)
 

@@ -20,17 +20,10 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from collective import trace
-from collective.communicator import Communicator
-from collective.contract.world import World
-from collective.deadline import Deadline
-from collective.start.choice import Choice, choose
-from collective.start.config import Config, load, settings
-from collective.start.launchers import detect
-from collective.start.meeting import connect_met
-from collective.start.network import own_address
+from collective import Communicator
+from collective.inner import Config, Deadline, World, detect, load, settings, trace
+from collective.start import choice, meeting, network, resolver
 from collective.start.rendezvous import from_environment
-from collective.start.resolver import build
 from collective.start.torch_store import TorchStore
 
 if TYPE_CHECKING:
@@ -59,7 +52,7 @@ def create(given: Any, more: Any = None) -> ProcessGroup:
     default = importlib.import_module("torch.distributed.constants").default_pg_timeout
     # A configured timeout replaces torch's default, but no timeout that the program has set.
     is_configured = given.timeout == default and "timeout" in found
-    comm = connect_met(
+    comm = meeting.connect_met(
         TorchStore(given.store),
         given.group_rank,
         given.group_size,
@@ -94,7 +87,7 @@ def launched_rank() -> tuple[int, int] | None:
 def _launched_world() -> World:
     # Kept until the process ends: the directory of a store goes with the last rank that uses it.
     config = load({})
-    return build(config, choose(config))
+    return resolver.build(config, choice.choose(config))
 
 
 def rendezvous(timeout: timedelta, **_: Any) -> tuple[Any, int, int]:
@@ -110,7 +103,7 @@ def rendezvous(timeout: timedelta, **_: Any) -> tuple[Any, int, int]:
         world_size=world.size, timeout=timeout, wait_for_workers=False,
     )  # fmt: skip
     if world.rank == 0:
-        host = "localhost" if world.local_size == world.size else own_address()
+        host = "localhost" if world.local_size == world.size else network.own_address()
         store = serve(host, 0, is_master=True)
         world.store.set(key, f"{host} {store.port}".encode())
     else:
@@ -119,7 +112,7 @@ def rendezvous(timeout: timedelta, **_: Any) -> tuple[Any, int, int]:
     return store, world.rank, world.size
 
 
-def _subgroup(members: list[int], config: Config, chosen: Choice) -> Communicator | None:
+def _subgroup(members: list[int], config: Config, chosen: choice.Choice) -> Communicator | None:
     """Return a group of the world's communicator if the group cannot connect on its own.
 
     A subset of an MPI world cannot.

@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from collective.communicator import Communicator
-from collective.errors import UnsupportedError
+from collective import Communicator, UnsupportedError
 
 from . import group_calls
 from .futures import (
@@ -27,7 +27,6 @@ from .futures import (
     called_by_torch,
     in_backward,
 )
-from .group_arguments import listed, op_of, options_of, root_of, seconds_of
 from .group_messages import GroupMessages
 from .refusing import register
 from .staged import Staging
@@ -68,7 +67,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self.comm = comm
         self._names = {"name": "", "description": "undefined"}
         self._store = store
-        self._queue = Queue(f"collective-torch-{comm.rank}", comm.timeout, comm.fail)
+        self._queue = Queue(f"collective-torch-{comm.rank}", comm.timeout, comm.inner.fail)
         self._messages = GroupMessages(comm)
         self._staging = Staging(comm)
         self._together: list[GroupWork] | None = None
@@ -192,12 +191,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
         op = op_of(opts)
-
-        def run(comm: Communicator, seconds: float | None) -> None:
-            for output, tensor in zip(outputs, tensors):
-                group_calls.reduce_scatter_single(comm, output, tensor, op, seconds)
-
-        return self._start("reduce_scatter", run, tensors=outputs, opts=opts)
+        entries = [(output, tensor, op) for output, tensor in zip(outputs, tensors)]
+        run, each = group_calls.one_by_one, group_calls.reduce_scatter_single
+        return self._start("reduce_scatter", run, each, entries, tensors=outputs, opts=opts)
 
     # -- moves ------------------------------------------------------------------------------
 
@@ -219,13 +215,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
-        def run(comm: Communicator, seconds: float | None) -> None:
-            # torch passes one list for each rank, with all tensors of that rank.
-            for pieces, tensor in zip(zip(*outputs), tensors):
-                group_calls.all_gather(comm, pieces, tensor, seconds)
-
+        # torch passes one list for each rank, with all tensors of that rank.
+        entries = list(zip(zip(*outputs), tensors))
         flat = [tensor for pieces in outputs for tensor in pieces]
-        return self._start("all_gather", run, tensors=flat, opts=opts)
+        run, each = group_calls.one_by_one, group_calls.all_gather
+        return self._start("all_gather", run, each, entries, tensors=flat, opts=opts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> GroupWork:
         run = group_calls.all_gather_single
@@ -234,11 +228,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
-        def run(comm: Communicator, seconds: float | None) -> None:
-            for output, tensor in zip(outputs, tensors):
-                group_calls.all_gather_single(comm, output, tensor, seconds)
-
-        return self._start("all_gather", run, tensors=outputs, opts=opts)
+        entries, run = list(zip(outputs, tensors)), group_calls.one_by_one
+        each = group_calls.all_gather_single
+        return self._start("all_gather", run, each, entries, tensors=outputs, opts=opts)
 
     def gather(
         self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None
@@ -402,3 +394,38 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def abort(self) -> None:
         """Abort the group on every rank, at once."""
         self.comm.abort("the process group was aborted")
+
+
+# -- arguments ----------------------------------------------------------------------------------
+
+
+def listed(tensors: Any) -> Sequence[Tensor]:
+    """Return the tensors of a call as a list, also if the call got a single tensor."""
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def options_of(opts: Any, timeout: timedelta | None) -> Any:
+    """Return the options of a call, or options with ``timeout`` if ``opts`` has none."""
+    return opts if hasattr(opts, "timeout") else SimpleNamespace(timeout=timeout)
+
+
+def seconds_of(opts: Any) -> float | None:
+    """Return the timeout of a call in seconds; None for the group's own timeout."""
+    timeout = getattr(opts, "timeout", None)
+    if timeout is None or timeout <= timedelta(0):  # in torch a negative timeout means "not set"
+        return None
+    return float(timeout.total_seconds())
+
+
+def op_of(opts: Any) -> Any:
+    """Return the operator in the options, or passed in place of the options."""
+    if isinstance(opts, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        return opts
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+
+def root_of(opts: Any) -> int:
+    """Return the root in the options, or passed in place of the options."""
+    if opts is None or isinstance(opts, int):
+        return opts or 0
+    return int(opts.rootRank)

@@ -6,22 +6,18 @@ import contextlib
 import contextvars
 import itertools
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from collective.errors import DeviceError, InvalidArgumentError
+from collective import DeviceError, InvalidArgumentError
 
 from . import scattering
 from .replicating import check_replicable, replicate
 
-__all__ = ["DataParallel", "data_parallel", "imbalance", "parallel_apply"]
-
-# If the smallest device has less than this share of the largest one, it slows down every pass.
-_BALANCED = 0.75
+__all__ = ["DataParallel", "data_parallel", "parallel_apply"]
 
 
 class DataParallel(nn.Module):
@@ -83,7 +79,6 @@ class DataParallel(nn.Module):
         self.module = module
         if len(self.devices) > 1:
             check_replicable(module)
-            _warn_of_imbalance(self.devices)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's result for the whole batch, on ``output_device``.
@@ -98,8 +93,8 @@ class DataParallel(nn.Module):
             DeviceError: the module is not on the first device.
             ShapeError, InvalidArgumentError: the arguments cannot be cut, or the outputs cannot be
                 concatenated.
-            Exception: error of the first replica that raised one, with the replica's number and
-                device.
+            Exception: error of the first replica that raised one, with a note of the replica's
+                number and device.
         """
         self._check_place()
         args, keywords = self.scatter(inputs, kwargs, self.devices)
@@ -174,38 +169,6 @@ def data_parallel(
     return DataParallel(module, devices, output_device, dim)(*args, **(module_kwargs or {}))
 
 
-def imbalance(devices: Sequence[Any], properties: Sequence[Any]) -> str | None:
-    """Check whether GPUs are so unequal that the smallest one slows down every pass.
-
-    Args:
-        devices: GPUs to compare.
-        properties: for each GPU, an object with ``total_memory`` in bytes and
-            ``multi_processor_count``, such as a result of ``torch.cuda.get_device_properties``.
-
-    Returns:
-        The text of a warning that names two GPUs, if one has less than 75 % of the other's memory
-        or cores; else None.
-    """
-    for name, what in (("total_memory", "memory"), ("multi_processor_count", "cores")):
-        values = [getattr(item, name) for item in properties]
-        if not values or min(values) >= _BALANCED * max(values):
-            continue
-        small, large = (devices[values.index(pick(values))] for pick in (min, max))
-        return (
-            f"DataParallel: {small} has {min(values) / max(values):.0%} of the {what} of {large} "
-            f"(expected at least {_BALANCED:.0%}), and every pass waits for {small}. Exclude it by "
-            "devices= or CUDA_VISIBLE_DEVICES."
-        )
-    return None
-
-
-def _warn_of_imbalance(devices: Sequence[torch.device]) -> None:
-    gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
-    message = imbalance(gpus, [torch.cuda.get_device_properties(gpu) for gpu in gpus])
-    if message:
-        warnings.warn(message, stacklevel=3)
-
-
 def _all_devices(module: nn.Module) -> list[torch.device]:
     if torch.cuda.is_available():
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -239,8 +202,8 @@ def parallel_apply(
 
     Raises:
         InvalidArgumentError: the lists have different lengths.
-        Exception: error of the first replica that raised one, after all replicas have ended. It
-            keeps its type and its traceback; its text begins with the replica's number and device.
+        Exception: error of the first replica that raised one, after all replicas have ended, with
+            a note of the replica's number and device.
     """
     count = len(modules)
     for name, given in (("inputs", inputs), ("kwargs", kwargs), ("devices", devices)):
@@ -336,37 +299,13 @@ def _raise_first(
     for index, error in enumerate(errors):
         if error is not None:
             on = "" if devices[index] is None else f" on {devices[index]}"
-            located = _located(error, f"replica {index} of {len(errors)}{on}")
+            note = f"replica {index} of {len(errors)}{on}"
+            if note not in getattr(error, "__notes__", ()):  # a module may raise one object again
+                error.add_note(note)
             try:
-                raise located.with_traceback(error.__traceback__)
+                raise error
             finally:
                 # Break the cycle exception → traceback → frame → exception, which would keep the
                 # replicas' memory.
                 errors.clear()
-                del error, located
-
-
-def _located(error: BaseException, where: str) -> BaseException:
-    """Return an exception of the same type and with the same attributes that says ``where``.
-
-    Only an exception without arguments, or with a text as its only argument, gets a new text. The
-    text changes in a copy, because a module may raise the same object repeatedly. Programs read
-    other arguments, such as the number of an OSError, so other exceptions get a note instead.
-    """
-    args = error.args
-    if isinstance(error, Exception) and (not args or (len(args) == 1 and type(args[0]) is str)):
-        text = f"{where}: {args[0]}" if args else where
-        try:
-            located = type(error).__new__(type(error), text)
-            located.__dict__.update(error.__dict__)
-            located.args = (text,)
-            fits = where in str(located)
-        except Exception:  # the type has its own constructor or `__str__`
-            fits = False
-        if fits:
-            located.__cause__ = error.__cause__
-            located.__context__ = error.__context__
-            located.__suppress_context__ = error.__suppress_context__
-            return located
-    error.add_note(where)
-    return error
+                del error

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collective.errors import DeviceError, InvalidArgumentError, ShapeError, UnsupportedError
+from collective import DeviceError, InvalidArgumentError, ShapeError, UnsupportedError
 
 from .scattering import as_device, as_devices, move
 

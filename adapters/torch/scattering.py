@@ -18,13 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from collective.errors import (
-    DeviceError,
-    DtypeError,
-    InvalidArgumentError,
-    ShapeError,
-    UnsupportedError,
-)
+from collective import DeviceError, DtypeError, InvalidArgumentError, ShapeError, UnsupportedError
 
 __all__ = ["as_device", "as_devices", "gather", "move", "scatter", "scatter_kwargs", "tensors_in"]
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from collective.errors import GradientError, UnsupportedError
+from collective import GradientError, UnsupportedError
+from collective.inner import Gradients, ShardPasses
 from collective.training.elastic_copies import digest_of
-from collective.training.gradients import Gradients
-from collective.training.shard_passes import Generator, ShardPasses, StateFold
+from collective.training.shard_passes import Generator, StateFold, refuse_joined
 
 from .batch_norm import SyncBatchNorm
 from .wrapped import announce
@@ -48,19 +48,8 @@ def refuse_with_shards(module: nn.Module, **chosen: bool) -> None:
     # Imported here, so that programs without shards run no code of it.
     from .splits.split import Split
 
+    refuse_joined("DistributedDataParallel", module.named_modules(), SyncBatchNorm, Split)
     for name, inner in module.named_modules():
-        if isinstance(inner, Split):
-            raise UnsupportedError(
-                f"DistributedDataParallel: {name or 'the module'} is a Split, whose pieces are on "
-                "several ranks, with shards. These ranks could hold different numbers of shards, "
-                "and would wait for each other. Leave one of them out."
-            )
-        if isinstance(inner, SyncBatchNorm):
-            raise UnsupportedError(
-                f"DistributedDataParallel: {name} is a SyncBatchNorm, which joins the ranks' "
-                "batches, with shards. Use PyTorch's own BatchNorm, whose statistics are then "
-                "those of each shard."
-            )
         if getattr(inner, "sparse", False) is True:
             raise UnsupportedError(
                 f"DistributedDataParallel: {name} has sparse gradients, with shards. Make it with "
@@ -166,7 +155,7 @@ class ShardLoop:
             f"DistributedDataParallel: {what}, with shards [rank {comm.rank} of {comm.size}]. "
             f"{_REMEDY}"
         )
-        comm.fail(error)
+        comm.inner.fail(error)
         raise error
 
     def _forget_gradients(self) -> None:

@@ -15,21 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from collective.communicator.foreign_names import refuses
-from collective.contract.copying import NotCopied
-from collective.errors import (
-    InvalidArgumentError,
-    MismatchError,
-    StateLostError,
-    UnsupportedError,
+from collective import InvalidArgumentError, StateLostError, UnsupportedError
+from collective.inner import (
+    NotCopied,
+    StateEntry,
+    comm_or_current,
+    refuse_differences,
+    refuses,
+    shares,
 )
-from collective.start.session import comm_or_current
-from collective.training import shares
+from collective.training.elastic_copies import copied, mapped
+from collective.training.replicas import few
 
 from .wrapped import announce
 
 if TYPE_CHECKING:
-    from collective.communicator import Communicator
+    from collective import Communicator
 
 __all__ = ["ShardedOptimizer", "is_share"]
 
@@ -123,16 +124,13 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
     def _agree(self) -> None:
         """Check that the ranks have parameters of the same shapes and types."""
         layout = [
-            [[list(p.shape), str(p.dtype)] for p in group["params"]] for group in self.param_groups
+            StateEntry(f"parameter {number} of group {at}", p).layout
+            for at, group in enumerate(self.param_groups)
+            for number, p in enumerate(group["params"])
         ]
-        layouts = self._comm.all_gather_object(layout)
-        for rank, peer_layout in enumerate(layouts):
-            if peer_layout != layouts[0]:
-                raise MismatchError(
-                    f"ShardedOptimizer: rank {rank} has other parameters than rank 0 "
-                    f"[rank {self._comm.rank} of {self._comm.size}]. Pass the same parameters on "
-                    "all ranks, in the same order."
-                )
+        every = self._comm.all_gather_object(layout)
+        remedy = "Pass the same parameters on all ranks, in the same order."
+        refuse_differences("ShardedOptimizer", "parameters", every, self._comm, remedy)
 
     def _shared(self, group: dict[str, Any]) -> dict[str, Any]:
         """Assign the parameters of a group to ranks; return the group with this rank's share."""
@@ -225,16 +223,16 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
 
         Collective: every rank calls it, and gets the whole state, on the CPU.
         """
-        shares = self._comm.all_gather_object(self._share(_to_host), pickle=True)
+        shares = self._comm.all_gather_object(mapped(self._share(), _to_host), pickle=True)
         state = {number: kept for part in shares for number, kept in part.items()}
         return {"state": dict(sorted(state.items())), "param_groups": self._groups()}
 
-    def _share(self, copied: Callable[[Any], Any]) -> dict[int, dict[str, Any]]:
-        """Return copies of this rank's part of the state, by the parameters' numbers."""
+    def _share(self) -> dict[int, dict[str, Any]]:
+        """Return this rank's part of the state, by the parameters' numbers."""
         assert self._local is not None
         numbers = self._numbers()
         return {
-            numbers[parameter]: {key: copied(value) for key, value in state.items()}
+            numbers[parameter]: state
             for parameter, state in self._local.state.items()
             if parameter in numbers
         }
@@ -281,7 +279,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         Collective: every rank calls it, as :meth:`collective.elastic.State.commit` does.
         """
         return {
-            "held": shares.with_copies(self._comm, self._share(_copy), self._copies),
+            "held": shares.with_copies(self._comm, copied(self._share()), self._copies),
             "rank": self._comm.rank,
             "size": self._comm.size,
             "owners": [self._owners[parameter] for parameter in self._numbers()],
@@ -314,10 +312,9 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         lost = [number for number, owner in enumerate(kept["owners"]) if owner not in giver]
         if lost and kept["has_state"]:
             names = [self._name(number) for number in lost]
-            listed = ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
             gone = sorted(set(range(kept["size"])) - set(giver))
             raise StateLostError(
-                f"ShardedOptimizer: the state of {listed} was only on ranks {gone}, which are "
+                f"ShardedOptimizer: the state of {few(names)} was only on ranks {gone}, which are "
                 f"lost [rank {comm.rank} of {comm.size}]. Start all ranks again, from a "
                 f"checkpoint. Pass copies={len(gone) + 1} or more to survive such a loss."
             )
@@ -329,11 +326,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
     def _load(self, states: Mapping[int, Any], kept: dict[str, Any]) -> None:
         # An optimizer changes the tensors of a loaded state in place, and the shares in `kept` may
         # have to be restored once more. So it gets copies.
-        own = {
-            number: {key: _copy(value) for key, value in state.items()}
-            for number, state in states.items()
-        }
-        self.load_state_dict({"state": own, "param_groups": kept["groups"]})
+        self.load_state_dict({"state": copied(dict(states)), "param_groups": kept["groups"]})
         self._has_state = kept["has_state"]
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -409,9 +402,5 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _to_host(value: Any) -> Any:
+def _to_host(path: Any, value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

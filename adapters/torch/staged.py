@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from collective.communicator import Communicator
-from collective.platform import discard_pages
+from collective import Communicator
+from collective.inner import platform
 
 from . import group_calls
 from .futures import in_backward
@@ -127,7 +127,7 @@ class Staging:
         if lowest.tolist() != [_COULD, -_COULD]:
             return
 
-        adopted = comm.adopt(storage.nbytes(), functools.partial(_move, tensor, storage))
+        adopted = comm.inner.adopt(storage.nbytes(), functools.partial(_move, tensor, storage))
         known = self._known[storage._cdata]
         known.address = storage.data_ptr()
         if adopted is None:
@@ -216,4 +216,4 @@ def _discard(address: int, nbytes: int) -> None:
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if start < stop:
-        discard_pages(start, stop - start)
+        platform.discard_pages(start, stop - start)

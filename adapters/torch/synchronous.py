@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from collective.errors import InvalidArgumentError, MismatchError
-from collective.memory.overlap import call_in_place
-from collective.start.session import comm_or_current
+from collective import InvalidArgumentError
+from collective.inner import StateEntry, call_in_place, comm_or_current, refuse_differences
 from collective.training.elastic_copies import digest_of
 
 if TYPE_CHECKING:
-    from collective.communicator import Communicator
+    from collective import Communicator
 
 __all__ = [
     "all_reduce_sparse",
@@ -104,14 +102,17 @@ def sync_gradients(
         named = list(parameters.named_parameters())
     else:
         named = [(f"parameter {number}", p) for number, p in enumerate(parameters)]
-    described = [(n, str(p.dtype), list(p.shape)) for n, p in named if p.requires_grad]
-    trained = [parameter for _, parameter in named if parameter.requires_grad]
+    named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    described = [StateEntry(name, parameter).layout for name, parameter in named]
+    trained = [parameter for _, parameter in named]
     # For each parameter: the number of indexed axes of a sparse gradient, -1 for a dense gradient,
     # None without a gradient.
     kinds_here = [None if p.grad is None else _sparse_dim(p.grad) for p in trained]
     replies = comm.all_gather_object((digest_of(described), kinds_here))
     if any(digest != replies[0][0] for digest, _ in replies):
-        _refuse_different(comm, comm.all_gather_object(described))
+        every = comm.all_gather_object(described)
+        remedy = "Pass the same parameters on every rank, with the same ones frozen."
+        refuse_differences("sync_gradients", "parameters", every, comm, remedy)
     columns = zip(*(theirs for _, theirs in replies))
     kinds = [next((kind for kind in column if kind is not None), None) for column in columns]
     dense = []
@@ -127,25 +128,6 @@ def sync_gradients(
             parameter.grad = all_reduce_sparse(parameter.grad, comm, op)
     if dense:
         comm.all_reduce(dense, op=op, out=dense)
-
-
-def _refuse_different(comm: Communicator, every: list[Any]) -> None:
-    """Raise an error that names the first parameter in which the ranks differ."""
-    for rank, theirs in enumerate(every):
-        for own, first in zip_longest(theirs, every[0]):
-            if own != first:
-                raise MismatchError(
-                    f"sync_gradients: the ranks' parameters differ: {_described(own)} on rank "
-                    f"{rank}, {_described(first)} on rank 0 [rank {comm.rank} of {comm.size}]. "
-                    "Pass the same parameters on every rank, with the same ones frozen."
-                )
-
-
-def _described(entry: Any) -> str:
-    if entry is None:
-        return "no further parameter"
-    name, dtype, shape = entry
-    return f"{name} {dtype.rpartition('.')[2]}{shape}"
 
 
 def _sparse_dim(grad: torch.Tensor) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from collective.errors import DtypeError, InvalidArgumentError
-from collective.training.differentiable import CollectiveStep, check_op
+from collective import DtypeError, InvalidArgumentError
+from collective.inner import differentiable
 
 __all__ = ["Tape"]
 
@@ -18,7 +18,7 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     """Collective that is linear in the ranks' tensors, so backward needs no saved tensors."""
 
     @staticmethod
-    def forward(ctx: Any, step: CollectiveStep, x: Any, token: Any) -> Any:
+    def forward(ctx: Any, step: differentiable.CollectiveStep, x: Any, token: Any) -> Any:
         ctx.step = step
         ctx.like = None if x is None else (x.shape, x.device, x.dtype)
         return _or_delegate(step.forward(x), x)
@@ -40,7 +40,7 @@ class _Nonlinear(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     """Collective whose derivative depends on the ranks' tensors."""
 
     @staticmethod
-    def forward(ctx: Any, step: CollectiveStep, x: Any, token: Any) -> Any:
+    def forward(ctx: Any, step: differentiable.CollectiveStep, x: Any, token: Any) -> Any:
         y = _or_delegate(step.forward(x), x)
         ctx.step = step
         ctx.save_for_backward(x, y)
@@ -60,7 +60,9 @@ class Tape:
     """Implementation of :class:`collective.training.differentiable.Tape` for autograd."""
 
     @staticmethod
-    def record(step: CollectiveStep, x: torch.Tensor | None, near: Any = None) -> torch.Tensor:
+    def record(
+        step: differentiable.CollectiveStep, x: torch.Tensor | None, near: Any = None
+    ) -> torch.Tensor:
         """Run a step, as a node of the graph if gradients are enabled."""
         # With the token, the step is a node even if ``x`` requires no gradient: other ranks'
         # tensors may require one.
@@ -82,7 +84,7 @@ class Tape:
                 f"{what}: got a {type(x).__name__} (expected a single tensor). For structures or "
                 "other frameworks' arrays, use the communicator's own calls, without gradients."
             )
-        check_op(what, op)
+        differentiable.check_op(what, op)
         if op == "avg" and not (x.is_floating_point() or x.is_complex()):
             raise DtypeError(
                 f"{what}: op 'avg' of {x.dtype} (expected floating point or complex numbers)."

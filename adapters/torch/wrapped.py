@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from collective.errors import InvalidArgumentError, UnsupportedError
+from collective import InvalidArgumentError, UnsupportedError
 
 from .untraced import untraced
 
 if TYPE_CHECKING:
-    from collective.communicator import Communicator
+    from collective import Communicator
 
 __all__ = [
     "Snapshot",
@@ -128,7 +128,7 @@ def announce(comm: Communicator, call: str, changes: Sequence[str]) -> None:
     listed = ", ".join(changes[:_LISTED])
     if len(changes) > _LISTED:
         listed += f" and {len(changes) - _LISTED} more"
-    comm.on_host.all_gather({f"{call}: {listed}": np.zeros(1, np.uint8)})
+    comm.inner.on_host.all_gather({f"{call}: {listed}": np.zeros(1, np.uint8)})
 
 
 def trained_parameters(

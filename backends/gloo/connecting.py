@@ -11,26 +11,19 @@ from __future__ import annotations
 import contextlib
 import hmac
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from collective.deadline import Deadline
+from collective.backends.peers.monitored import Pairing, listens_at
 from collective.errors import BackendError, CommunicatorAbortedError
 from collective.platform import stop_listening
 
 from .engine import CUT_TAG, AddressStore, cut, device, process_group, seconds
 
-if TYPE_CHECKING:
-    from collective.backends.peers.channel import Channel
-    from collective.backends.peers.wait import Wait
-    from collective.contract.world import World
+__all__ = ["Connector"]
 
-__all__ = ["Connector", "is_broken_after"]
-
-# Every communicator has a process group for collectives, with a thread, and one for messages.
-_GROUPS = (("collectives", 1), ("messages", 0))
 # Seconds that the proofs may take once all ranks are connected: a round trip, so that a silent
 # stranger is found soon. For slow networks each further attempt has twice the time, up to a limit.
 _PROOF_S, _LONGEST_PROOF_S = 0.25, 5.0
@@ -42,90 +35,58 @@ _ATTEMPTS = 8
 
 
 class Connector:
-    """Connects the ranks of one communicator.
+    """Connects the ranks of one communicator."""
 
-    Args:
-        world: this rank's place in the job.
-        channel: channel of the communicator.
-        parent: channel through which the ranks are watched until the communicator is connected.
-        ranks: numbers of the communicator's ranks in ``parent``.
-        where: the operation, for errors.
-        deadline: deadline of the operation.
-        look: function that raises if another source knows that some rank will not connect.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        channel: Channel,
-        parent: Channel,
-        ranks: Sequence[int],
-        where: str,
-        deadline: Deadline,
-        look: Callable[[], None],
-    ) -> None:
-        self._world = world
-        self._channel = channel
-        self._parent = parent
-        self._ranks = ranks
-        self._where = where
-        self._look = look
-        self._deadline = deadline
-        self._key = channel.secret.key("gloo")
+    def __init__(self, pairing: Pairing) -> None:
+        self._pairing = pairing
+        self._channel = pairing.channel
+        self._key = pairing.channel.secret.key("gloo")
         # Where this rank listens, once it has offered that to the other ranks.
         self._address: tuple[str, int] | None = None
 
-    def connect(self) -> tuple[Any, ...]:
-        """Connect the process groups, and return them.
+    def connect(self) -> Any:
+        """Connect and return the process group; None if this rank has no peers.
 
         Raises:
             BackendError: Gloo could not connect this rank.
             CommunicatorAbortedError, CollectiveTimeoutError: another rank is gone, or late.
         """
         if self._channel.size == 1:
-            return ()
-        groups: list[Any] = []
-        listening = device(self._world)
-        for purpose, threads in _GROUPS:
-            for attempt in range(_ATTEMPTS):
-                patience = min(_PROOF_S * 2**attempt, _LONGEST_PROOF_S)
-                name = f"{purpose}-{attempt}"
-                group, flaws = self._attempt(name, threads, listening, patience)
-                if not flaws:
-                    break
-                # Listen at another port: the stranger who took a peer's place knows this one.
-                listening = device(self._world)
-            else:
-                raise BackendError("; ".join(flaws), "gloo")
-            groups.append(group)
+            return None
+        for attempt in range(_ATTEMPTS):
+            patience = min(_PROOF_S * 2**attempt, _LONGEST_PROOF_S)
+            # Listen at another port each time: a stranger who took a peer's place knows the last.
+            group, flaws = self._attempt(str(attempt), device(self._pairing.world), patience)
+            if not flaws:
+                break
+        else:
+            raise BackendError("; ".join(flaws), "gloo")
         # Gloo would keep a descriptor for each connection of a stranger, and end the process when
         # none are left. Another communicator listens at another port.
         if self._address is not None:
             stop_listening(self._address)
-        return tuple(groups)
+        return group
 
-    def _attempt(
-        self, name: str, threads: int, listening: Any, patience: float
-    ) -> tuple[Any, list[str]]:
+    def _attempt(self, name: str, listening: Any, patience: float) -> tuple[Any, list[str]]:
         """Return a process group, and the reasons why ranks must reconnect; empty if none must.
 
         Args:
-            name: name of the process group, used once.
-            threads: how many collectives can run at once.
+            name: name of the attempt, used once.
             listening: the device at which this rank listens.
             patience: seconds that the proofs may take.
         """
         rank, size = self._channel.rank, self._channel.size
-        meeting = AddressStore(self._channel, f"addresses {name}", self._wait_for)
+        pairing = self._pairing
+        meeting = AddressStore(pairing, f"addresses {name}")
         group, flaw = None, ""
         try:
-            watching = self._parent.wait(self._where, self._deadline)
+            watching = pairing.wait()
 
             def look() -> None:
                 watching.check()
-                self._look()
+                pairing.look()
 
-            group = process_group(meeting, rank, size, listening, threads, self._deadline, look)
+            group = process_group(meeting, rank, size, listening, pairing.deadline, look)
         except BackendError as error:
             # Keep only the text. The error's traceback refers to this frame, which would keep
             # Gloo's sockets open.
@@ -148,14 +109,11 @@ class Connector:
             warnings.warn(f"{flaw}; reconnecting", RuntimeWarning, stacklevel=2)
         return group, flaws
 
-    def _wait_for(self, rank: int) -> Wait:
-        return self._parent.wait(self._where, self._deadline, [self._ranks[rank]])
-
-    def _prove(self, purpose: str, group: Any, patience: float) -> None:
+    def _prove(self, name: str, group: Any, patience: float) -> None:
         """Send a proof of identity over each connection of ``group``; check the peers' proofs.
 
         Args:
-            purpose: name of the process group.
+            name: name of the attempt.
             group: the process group, which all ranks have connected.
             patience: seconds that this may take.
 
@@ -165,15 +123,15 @@ class Connector:
         rank = self._channel.rank
         peers = [peer for peer in range(self._channel.size) if peer != rank]
         # Strangers must not know the tag either, because Gloo cannot refuse a message by its tag.
-        tag = int.from_bytes(self._proof(purpose)[:8], "big") % CUT_TAG
-        deadline = self._deadline.within(patience)
+        tag = int.from_bytes(self._proof(name)[:8], "big") % CUT_TAG
+        deadline = self._pairing.deadline.within(patience)
         # Gloo keeps no reference to the memory that it sends from, so ``going`` keeps it alive.
         coming, going, works = {}, {}, []
         # Start every message before waiting for any of them. Otherwise one silent stranger would
         # use up the time of all other peers.
         for peer in peers:
             coming[peer] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8, device="cpu")
-            proof = bytearray(self._proof(f"{purpose} {rank} {peer}"))
+            proof = bytearray(self._proof(f"{name} {rank} {peer}"))
             going[peer] = torch.frombuffer(proof, dtype=torch.uint8)
             with self._connection_of(peer):
                 works.append((peer, group.recv([coming[peer]], peer, tag)))
@@ -183,7 +141,7 @@ class Connector:
                 work.wait(seconds(deadline.left()))
         for peer in peers:
             with self._connection_of(peer):
-                expected = self._proof(f"{purpose} {peer} {rank}")
+                expected = self._proof(f"{name} {peer} {rank}")
                 if not hmac.compare_digest(coming[peer].numpy().tobytes(), expected):
                     raise RuntimeError("its proof is wrong")
 
@@ -194,9 +152,10 @@ class Connector:
             yield
         except RuntimeError as error:
             raise BackendError(
-                f"gloo: the process connected to {self._world.address} as rank {peer} has not "
-                f"proved that it knows this job's secret: {str(error).partition(chr(10))[0]} [rank "
-                f"{self._channel.rank} of {self._channel.size}]",
+                f"gloo: the process connected to {listens_at(self._pairing.world)} as rank {peer} "
+                f"has not proved that it knows this job's secret: "
+                f"{str(error).partition(chr(10))[0]} [rank {self._channel.rank} of "
+                f"{self._channel.size}]",
                 "gloo",
             ) from error
 
@@ -220,27 +179,19 @@ class Connector:
         # A rank that is connected waits until the call's deadline, because other ranks may still
         # be connecting. A rank that is not connected waits only for a while: its own reason says
         # more than an error that some rank is missing.
-        wait = self._parent.wait(self._where, self._deadline)
-        patience = self._deadline.within(_WORD_S)
+        wait = self._pairing.wait()
+        patience = self._pairing.deadline.within(_WORD_S)
         while len(offered := self._channel.offered(name)) < self._channel.size:
             if flaw and patience.expired:
                 raise BackendError(flaw, "gloo")
-            self._look()
+            self._pairing.look()
             try:
                 wait.turn()
             except CommunicatorAbortedError:
                 # If a rank broke the communicator after it had finished connecting, that rank is
                 # connected to all ranks, this rank included.
-                if flaw or not is_broken_after(self._channel):
+                if flaw or not self._channel.broken_by_connected:
                     raise
                 break
         self._channel.withdraw(name)
         return [text for _, text in sorted(offered.items()) if text]
-
-
-def is_broken_after(channel: Channel) -> bool:
-    """Return whether the communicator was broken by a rank that had finished connecting.
-
-    Such a rank has gone on to the next generation, or its program has failed.
-    """
-    return channel.failure is not None and channel.failure.kind in ("shrink", "failed")

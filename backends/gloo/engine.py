@@ -1,4 +1,4 @@
-"""Gloo's process groups: listening, connecting, and cutting their connections."""
+"""Gloo's process group: listening, connecting, and cutting their connections."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from collective.contract.forking import keep_in_children
+from collective.backends.peers.monitored import Pairing, listens_at
+from collective.contract.process import keep_in_children
 from collective.deadline import Deadline
 from collective.errors import BackendError, BackendUnavailableError, ConfigError
 from collective.install import hint
-from collective.platform import default_floats, let_others_run_first, threads
+from collective.platform import let_others_run_first, threads
 
 from .waiting import Elsewhere
 
 if TYPE_CHECKING:
-    from collective.backends.peers.channel import Channel
-    from collective.backends.peers.wait import Wait
     from collective.contract.world import World
 
 # The members that are used here are missing from torch's type stubs.
 _dist: Any = torch.distributed
 
-__all__ = ["CUT_TAG", "AddressStore", "cut", "device", "ended", "process_group", "seconds"]
+__all__ = ["CUT_TAG", "AddressStore", "cut", "device", "process_group", "seconds"]
 
 #: The tag of the receive that :func:`cut` posts. No rank sends with this tag.
 CUT_TAG = 2**31 - 1
@@ -51,14 +50,12 @@ def seconds(number: float) -> timedelta:
 
 
 def device(world: World) -> Any:
-    """Return the device of this rank's process groups: its listening address and I/O thread.
+    """Return the device of this rank's process group: its listening address and I/O thread.
 
-    If all ranks are on one host, they listen on loopback. Otherwise a rank listens on the
-    configured interface or, without one, at the address by which the other hosts know this
-    host. The port is any free one.
+    The port is any free one.
 
     Raises:
-        ConfigError: the interface does not exist, or this host does not have the address.
+        ConfigError: this host does not have the address at which it should listen.
         BackendUnavailableError: this PyTorch has no Gloo.
     """
     make = getattr(getattr(_dist, "ProcessGroupGloo", None), "create_device", None)
@@ -67,28 +64,13 @@ def device(world: World) -> Any:
             f"gloo: PyTorch {torch.__version__} was built without Gloo. Install one with it: "
             f"{hint('torch')}"
         )
-    interface = world.options.get("interface", "")
-    if world.local_size == world.size:
-        return _made(make, world, "loopback", hostname="127.0.0.1")
-    if not interface:
-        return _made(make, world, f"address {world.address!r}", hostname=world.address)
-    known = [name for _, name in socket.if_nameindex()]
-    if interface not in known:
-        raise ConfigError(
-            f"gloo: interface {interface!r} does not exist on this host, {world.host}, which has "
-            f"{', '.join(known)} [rank {world.rank} of {world.size}]. Set COLLECTIVE_INTERFACE to "
-            "the interface that reaches the other hosts (`collective doctor` shows the addresses)."
-        )
-    return _made(make, world, f"interface {interface!r}", interface=interface)
-
-
-def _made(make: Callable[..., Any], world: World, place: str, **where: str) -> Any:
+    host = listens_at(world)
     known = set(threads())
     try:
-        listening = make(**where)
+        listening = make(hostname=host)
     except RuntimeError as error:
         raise ConfigError(
-            f"gloo: host {world.host} cannot listen on {place}: {_first_line(error)} "
+            f"gloo: host {world.host} cannot listen on {host}: {_first_line(error)} "
             f"[rank {world.rank} of {world.size}]. Set COLLECTIVE_INTERFACE to the interface "
             "that reaches the other hosts (`collective doctor` lists them)."
         ) from error
@@ -123,19 +105,18 @@ class AddressStore(_dist.Store):  # type: ignore[misc]
     """Store for Gloo: each rank offers its address and reads the addresses of the other ranks.
 
     Args:
-        channel: channel of the communicator, which carries the addresses.
+        pairing: the ranks, whose channel carries the addresses.
         name: name of the process group, used once.
-        wait_for: function that returns the wait for a rank whose address is still missing.
 
     Attributes:
         raised: the exception that a wait for an address raised, or None.
     """
 
-    def __init__(self, channel: Channel, name: str, wait_for: Callable[[int], Wait]) -> None:
+    def __init__(self, pairing: Pairing, name: str) -> None:
         super().__init__()
-        self._channel = channel
+        self._pairing = pairing
+        self._channel = pairing.channel
         self._name = name
-        self._wait_for = wait_for
         # Gloo passes on no more than the text of an exception, so keep the exception here.
         self.raised: BaseException | None = None
         self._given_up = False
@@ -163,7 +144,7 @@ class AddressStore(_dist.Store):  # type: ignore[misc]
             while (text := self._channel.offered(self._name).get(rank)) is None:
                 if self._given_up:
                     raise BackendError("gloo: connecting was given up", "gloo")
-                wait = wait or self._wait_for(rank)
+                wait = wait or self._pairing.wait(rank)
                 wait.turn()
             return bytes.fromhex(text)
         except BaseException as error:
@@ -192,7 +173,6 @@ def process_group(
     rank: int,
     size: int,
     listening: Any,
-    threads: int,
     deadline: Deadline,
     look: Callable[[], None],
 ) -> Any:
@@ -203,7 +183,6 @@ def process_group(
         rank: this rank.
         size: number of ranks.
         listening: the device that :func:`device` returned.
-        threads: how many collectives can run at once; messages need none.
         deadline: deadline of connecting.
         look: called repeatedly meanwhile; raises if not all of the other ranks will connect.
 
@@ -213,15 +192,14 @@ def process_group(
     """
     options = _dist.ProcessGroupGloo._Options()
     options._devices = [listening]
-    options._threads = threads
+    options._threads = 0  # they would run Gloo's own collectives; messages need none
     options._timeout = seconds(deadline.left())
     groups: list[Any] = []
     errors: list[BaseException] = []
 
     def make() -> None:
         try:
-            with default_floats():  # Gloo's threads, which fold, inherit the mode
-                groups.append(_dist.ProcessGroupGloo(meeting, rank, size, options))
+            groups.append(_dist.ProcessGroupGloo(meeting, rank, size, options))
         except BaseException as error:  # the waiting thread raises it
             errors.append(error)
 
@@ -285,18 +263,6 @@ def cut(group: Any, rank: int, size: int) -> None:
             # A connection that is closed already raises at once; then the next peer is tried.
             with contextlib.suppress(RuntimeError):
                 group.recv([nothing], peer, CUT_TAG).wait(seconds(_CUT_S))
-
-
-def ended(work: Any) -> bool:
-    """Return whether a collective of Gloo has ended after it was cut.
-
-    It should end at once; the function waits for at most 0.1 s.
-    """
-    for _ in range(100):
-        if work.is_completed():
-            return True
-        time.sleep(0.001)
-    return False
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,59 +1,59 @@
-"""The ``gloo`` transport: connecting, closing, and the choice of algorithm for each collective.
-
-Gloo's own collectives run in a thread of the process group. For a short call, that thread costs
-more than the messages. Gloo's collectives are faster where there is much to fold or to forward.
-The limits were measured with two and four ranks on one machine of two cores (``docs/gloo.md``).
-"""
+"""The ``gloo`` transport: connecting, closing, messages, and waiting for Gloo's calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+import functools
+import hashlib
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import torch.distributed as dist
+import torch
 
-from collective.algorithms import arithmetic, pieces
+from collective.algorithms.messages import sendrecv
 from collective.backends.peers.channel import Channel
-from collective.backends.peers.monitor import Monitor
-from collective.contract.backend import Plan
-from collective.contract.capabilities import Capabilities
-from collective.contract.descriptors import shortage
-from collective.contract.failure import Failure
-from collective.contract.forking import keep
+from collective.backends.peers.monitored import Paired, Pairing
+from collective.contract.backend import ANY_SOURCE, COLLECTIVE_TAG, Capabilities, Plan
+from collective.contract.waits import MessageCall
 from collective.deadline import Deadline
-from collective.errors import CollectiveError, RendezvousError
+from collective.errors import CollectiveError
 from collective.memory.buffer import Buffer
 
-from . import exchanges
-from .connecting import Connector, is_broken_after
-from .engine import device, ended
-from .messages import Messenger, limit
-from .tensors import GlooFold, as_bytes, gloo_fold
+from .connecting import Connector
+from .engine import CUT_TAG, cut, device, seconds
+from .waiting import Blocked, Elsewhere, watched
 
 if TYPE_CHECKING:
     from collective.contract.world import World
-    from collective.ops import ReduceOp
     from collective.request import Request
 
 __all__ = ["GlooBackend"]
 
-# In a single round each rank sends as many messages as there are other ranks. With more than _FEW
-# ranks a call therefore uses trees and rings, unless it has at least _LONG_BYTES.
-_FEW, _LONG_BYTES = 8, 1 << 20
-# All-reduces up to this length are prepared; see PreparedAllReduce.
-_SMALL_BYTES = 4 << 10
-# Largest total size of all ranks' inputs for which every rank collects and folds them all, and for
-# which a root does.
-_COLLECTED_BYTES, _COLLECTED_AT_ROOT_BYTES = 2 << 20, 64 << 20
-# Descriptors of a device of Gloo: its listening socket, and those of its I/O thread.
-_DEVICE_DESCRIPTORS = 4
-# From this length on, Gloo's own broadcast is faster.
-_BROADCAST_BYTES = 256 << 10
+# Our own deadline expires first, because our error can name the absent ranks. Gloo's time limit is
+# later by this many seconds.
+_SLACK_S = 5.0
+# Seconds for which a call waits at first; after that it waits in slices, with a check after each.
+_FIRST_S = 0.1
+# Messages up to this length almost always arrive completely or not at all; see GlooBackend._move.
+_DIRECT_BYTES = 32 << 10
+# Gloo's tags have 31 bits. A user's tag below _HASHED is Gloo's tag. From _HASHED on, the tags are
+# hashes: of the collective call to which a message belongs, or of any other tag. The last two tags
+# are those of the comparisons of calls and of cutting.
+_HASHED, _COMPARED = 1 << 30, CUT_TAG - 1
 
 
-class GlooBackend(Messenger):
+@functools.lru_cache(maxsize=256)
+def _limit(patience: float) -> Any:
+    """Return Gloo's time limit for a call whose own deadline is ``patience`` seconds in all."""
+    return seconds(patience + _SLACK_S)
+
+
+def _hashed(number: int) -> int:
+    return _HASHED + number % (_COMPARED - _HASHED)
+
+
+class GlooBackend(Paired):
     """Transport between ranks on any hosts; see the package's docstring."""
 
     name = "gloo"
@@ -62,225 +62,189 @@ class GlooBackend(Messenger):
     )
 
     def __init__(self, world: World, channel: Channel) -> None:
-        super().__init__(channel)
-        self._world = world
+        super().__init__(world, channel)
+        # Gloo's process group; None if this rank has no peers.
+        self._group: Any = None
+        # The tag of the running collective call's messages.
+        self._slot = _COMPARED
+        self._cutting = threading.Lock()
 
     # -- life -----------------------------------------------------------------------------
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> Self:
-        """Connect to the other ranks through ``world.store``; see :meth:`Backend.connect`."""
-        device(world)  # find a wrong address or interface before the ranks meet
-        channel = Monitor.start(world, deadline).channel
-        self = cls(world, channel)
-        try:
-            if short := shortage(self.descriptors(range(world.size))):
-                channel.abort(Failure("aborted", world.rank, f"rank {world.rank}: {short}"))
-            self._connect(channel, range(world.size), "connect", deadline, world.store.check)
-        except CollectiveError as error:
-            raise RendezvousError(
-                f"gloo: the ranks have met but cannot connect [rank {world.rank} of "
-                f"{world.size}]: {error}"
-            ) from error
-        return self
+        device(world)  # find a wrong address before the ranks meet
+        return super().connect(world, deadline)
 
-    def group(self, ranks: Sequence[int], deadline: Deadline) -> GlooBackend:
-        self.refuse_broken("group")
-        child = type(self)(self._world, self.channel.group(ranks))
-        child._connect(self.channel, ranks, "group", deadline, lambda: None)
-        return child
+    def _open(self, pairing: Pairing) -> None:
+        self._group = Connector(pairing).connect()
 
-    def descriptors(self, ranks: Sequence[int]) -> int:
-        # Two connections per peer, for collectives and for messages, and those of the device.
-        return 2 * (len(ranks) - 1) + _DEVICE_DESCRIPTORS if len(ranks) > 1 else 0
+    def _cut(self) -> None:
+        with self._cutting:
+            if self._group is not None:
+                cut(self._group, self.rank, self.size)
 
-    def _connect(
-        self,
-        channel: Channel,
-        ranks: Sequence[int],
-        where: str,
-        deadline: Deadline,
-        look: Callable[[], None],
-    ) -> None:
-        """Connect with the other ranks of ``ranks``, watching them by ``channel`` and ``look``."""
-        channel.check(where, ())
-        self._running = where
-        try:
-            connector = Connector(self._world, self.channel, channel, ranks, where, deadline, look)
-            self._groups = connector.connect()
-            self.channel.when_broken(self._cut)
-            if is_broken_after(self.channel):
-                self._cut()  # the first call raises the reason
-            else:
-                self.channel.check(where, ())  # it may have broken before when_broken()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        self.channel.end_waits()
-        # Tell the monitor before the connections end: peers that see them end ask it why.
-        self.channel.close()
+    def _end(self) -> None:
         self._cut()
-        if self._work is not None and not ended(self._work):
-            keep(*self._groups)  # their destructors would wait for threads that do not end
-        self._groups = ()
+        self._group = None
 
     # -- collectives ----------------------------------------------------------------------
 
-    def _one_round(self, nbytes: int) -> bool:
-        """Return whether a call on ``nbytes`` sends all of its messages in one round."""
-        return 1 < self.size <= _FEW or (self.size > _FEW and nbytes >= _LONG_BYTES)
-
     def plan(self, request: Request) -> Plan:
-        # A plan prepared with a user's function would keep that function alive.
-        small = 0 < request.nbytes <= _SMALL_BYTES and 1 < self.size <= _FEW
-        if request.operation == "all_reduce" and small and request.op.function is None:
-            begin, move = partial(self._begin, request), self._exchange_tensors
-            return exchanges.PreparedAllReduce(request, self.rank, self.size, begin, move)
-        return super().plan(request)
+        return functools.partial(self._run, request, super().plan(request))
 
-    def barrier(self, request: Request, src: None, dst: None, deadline: Deadline) -> None:
+    def _run(self, request: Request, plan: Plan, src: Any, dst: Any, deadline: Deadline) -> None:
         self._begin(request)
-        if self.size <= 2:
-            super().barrier(request, src, dst, deadline)
-        else:
-            self._run(
-                self._groups[0].barrier, _options("Barrier", deadline.seconds), deadline=deadline
-            )
-
-    def broadcast(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
-        self._begin(request)
-        if self.size <= 2 or dst.nbytes < _BROADCAST_BYTES:
-            super().broadcast(request, src, dst, deadline)
-        else:
-            options = _options("Broadcast", deadline.seconds, rootRank=request.root)
-            self._meet(deadline)
-            self._run(self._groups[0].broadcast, [as_bytes(dst)], options, deadline=deadline)
-
-    def reduce(self, request: Request, src: Buffer, dst: Buffer | None, deadline: Deadline) -> None:
-        self._begin(request)
-        op, root = request.op, request.root
-        exchange, gloos = partial(self._exchange, deadline), gloo_fold(op.name, src.dtype)
-        total = src.nbytes * self.size
-        if not self._one_round(src.nbytes):
-            super().reduce(request, src, dst, deadline)
-        elif self.size <= _FEW and total <= _COLLECTED_AT_ROOT_BYTES:
-            exchanges.reduce(exchange, self.rank, self.size, src, dst, op, root)
-        elif gloos is not None and not request.ordered:
-            # Gloo also overwrites the buffer on ranks other than the root, so it needs scratch.
-            room = Buffer.empty(src.count, src.dtype) if dst is None else dst
-            options = _options("Reduce", deadline.seconds, rootRank=root, reduceOp=gloos.op)
-            self._fold_by_gloo(self._groups[0].reduce, gloos, options, src, room, op, deadline)
-        else:
-            counts = pieces.even(src.count, self.size)
-            mine = Buffer.empty(counts[self.rank], src.dtype)
-            exchanges.reduce_scatter(exchange, self.rank, src, mine, counts, op)
-            exchanges.gather(exchange, self.rank, mine, dst, counts, root)
-
-    def all_reduce(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
-        self._begin(request)
-        op = request.op
-        exchange, gloos = partial(self._exchange, deadline), gloo_fold(op.name, src.dtype)
-        total = src.nbytes * self.size
-        if not self._one_round(src.nbytes):
-            super().all_reduce(request, src, dst, deadline)
-        elif self.size <= _FEW and total <= _COLLECTED_BYTES:
-            exchanges.all_reduce(exchange, self.rank, self.size, src, dst, op)
-        elif gloos is not None and not request.ordered:
-            options = _options("Allreduce", deadline.seconds, reduceOp=gloos.op)
-            self._fold_by_gloo(self._groups[0].allreduce, gloos, options, src, dst, op, deadline)
-        else:
-            counts = pieces.even(src.count, self.size)
-            start = sum(counts[: self.rank])
-            mine = dst.part(start, start + counts[self.rank])
-            exchanges.reduce_scatter(exchange, self.rank, src, mine, counts, op)
-            exchanges.all_gather(exchange, self.rank, mine, dst, counts)
-
-    def _fold_by_gloo(
-        self,
-        start: Callable[..., Any],
-        gloos: GlooFold,
-        options: Any,
-        src: Buffer,
-        dst: Buffer,
-        op: ReduceOp,
-        deadline: Deadline,
-    ) -> None:
-        """Let Gloo fold in place in ``dst``; scale before or after if ``op`` requires it."""
-        self._meet(deadline)
-        pre = arithmetic.pre(op, src.dtype, self.size)
-        post = arithmetic.post(op, src.dtype, self.size)
-        with np.errstate(all="ignore"):
-            if pre is not None:
-                pre(src.array, dst.array)
-            else:
-                pieces.copy(src, dst)
-            self._run(start, [as_bytes(dst).view(gloos.dtype)], options, deadline=deadline)
-            if post is not None:
-                post(dst.array, dst.array)
-
-    def reduce_scatter(
-        self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
-    ) -> None:
-        self._begin(request)
-        if self._one_round(src.nbytes):
-            exchange = partial(self._exchange, deadline)
-            exchanges.reduce_scatter(exchange, self.rank, src, dst, request.elements, request.op)
-        else:
-            super().reduce_scatter(request, src, dst, deadline)
-
-    def scan(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
-        self._begin(request)
-        super().scan(request, src, dst, deadline)
-
-    def scatter(
-        self, request: Request, src: Buffer | None, dst: Buffer, deadline: Deadline
-    ) -> None:
-        self._begin(request)
-        elements, root = request.elements, request.root
-        if self._one_round(sum(elements) * dst.dtype.itemsize):
-            exchange = partial(self._exchange, deadline)
-            exchanges.scatter(exchange, self.rank, src, dst, elements, root)
-        else:
-            super().scatter(request, src, dst, deadline)
-
-    def gather(self, request: Request, src: Buffer, dst: Buffer | None, deadline: Deadline) -> None:
-        self._begin(request)
-        elements, root = request.elements, request.root
-        if self._one_round(sum(elements) * src.dtype.itemsize):
-            exchange = partial(self._exchange, deadline)
-            exchanges.gather(exchange, self.rank, src, dst, elements, root)
-        else:
-            super().gather(request, src, dst, deadline)
-
-    def all_gather(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
-        self._begin(request)
-        if self._one_round(dst.nbytes):
-            exchange = partial(self._exchange, deadline)
-            exchanges.all_gather(exchange, self.rank, src, dst, request.elements)
-        else:
-            super().all_gather(request, src, dst, deadline)
-
-    def all_to_all(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
-        self._begin(request)
-        if self.size == 1:
-            super().all_to_all(request, src, dst, deadline)
-        else:
-            exchange = partial(self._exchange, deadline)
-            elements, incoming = request.elements, request.incoming
-            exchanges.all_to_all(exchange, self.rank, src, dst, elements, incoming)
+        plan(src, dst, deadline)
 
     def agree(self, request: Request, deadline: Deadline) -> None:
         self._begin(request, comparing=True)
         super().agree(request, deadline)
 
+    def _begin(self, request: Request, comparing: bool = False) -> None:
+        """Record the collective call that is about to run or, if ``comparing``, to be compared.
 
-@lru_cache(maxsize=256)
-def _options(kind: str, patience: float, **settings: Any) -> Any:
-    """Return Gloo's options object for a collective; Gloo does not change it, so it is cached."""
-    options = getattr(dist, f"{kind}Options")()
-    options.timeout = limit(patience)
-    for name, value in settings.items():
-        setattr(options, name, value)
-    return options
+        The call's messages get a tag that depends on the call, so messages of different calls
+        never match: Gloo ends the process when a message is longer than its receiver expects.
+        Ranks in different calls wait instead, and after a second the monitor has the calls
+        compared.
+        """
+        if self.channel.failure is not None:  # spares most calls a Python call, which costs 60 ns
+            self.refuse_broken(request)
+        self.running = request
+        self._slot = _COMPARED if comparing else _hashed(request.digest)
+
+    # -- point to point -------------------------------------------------------------------
+
+    def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
+        self._move(MessageCall("send", tag, dst, None), src, None, deadline)
+
+    def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
+        if src == ANY_SOURCE:
+            return self._recv_any(dst, tag, deadline)
+        self._move(MessageCall("recv", tag, None, src), None, dst, deadline)
+        return src
+
+    def sendrecv(
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
+    ) -> None:
+        if self.rank in (to, source):
+            sendrecv(self, src, to, dst, source, tag, deadline)
+        else:
+            self._move(MessageCall("sendrecv", tag, to, source), src, dst, deadline)
+
+    def _recv_any(self, dst: Buffer, tag: int, deadline: Deadline) -> int:
+        """Receive from the rank whose message arrives first.
+
+        A cut does not end such a receive in Gloo. So it runs in another thread.
+        """
+        where = MessageCall("recv", tag, None, ANY_SOURCE)
+        group, slot = self._group, self._slot_of(tag)
+        sources: list[int] = []
+
+        def receive() -> None:
+            work = group.recv_anysource([_as_bytes(dst)], slot)
+            work.wait(_limit(deadline.seconds))
+            sources.append(int(work._source_rank()))
+
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        wait = self.channel.wait(where, deadline, others, any_of=True)
+        self.channel.check(where, ())
+        elsewhere = Elsewhere(receive)
+        while not elsewhere.over.acquire(timeout=wait.slice()):
+            wait.check()
+        if elsewhere.error is not None:
+            original = elsewhere.error
+            raise self.channel.explain(where, original, others, any_of=True) from original
+        return sources[0]
+
+    def _slot_of(self, tag: int) -> int:
+        """Return Gloo's tag for messages with ``tag``."""
+        if tag == COLLECTIVE_TAG:
+            return self._slot
+        if 0 <= tag < _HASHED:
+            return tag
+        digest = hashlib.blake2b(str(tag).encode(), digest_size=8).digest()
+        return _hashed(int.from_bytes(digest, "little"))
+
+    # -- waiting --------------------------------------------------------------------------
+
+    def _move(
+        self, call: MessageCall, src: Buffer | None, dst: Buffer | None, deadline: Deadline
+    ) -> None:
+        """Send ``src``, receive ``dst``, or both at once, and wait for it.
+
+        This thread waits inside Gloo, where only :func:`cut` can interrupt it. Even a cut does
+        not help if the sender dies when a part of its message has been read: then Gloo forgets
+        that a thread is waiting for the rest. So another thread waits for long messages.
+        """
+        self.refuse_broken(call)
+        if call.tag == COLLECTIVE_TAG:
+            # A peer that has left may have done its part: this depends on the whole collective
+            # call, not on one message. So the wait names no single peer.
+            blocked = Blocked(self.channel, self.running, deadline, None)
+        else:
+            blocked = Blocked(self.channel, call, deadline, call.peers)
+        group, slot = self._group, self._slot_of(call.tag)
+        works, nbytes = [], 0
+        try:
+            if dst is not None:
+                works.append(group.recv([_as_bytes(dst)], call.source, slot))
+                nbytes = dst.nbytes
+            if src is not None:
+                works.append(group.send([_as_bytes(src)], call.to, slot))
+                nbytes = max(nbytes, src.nbytes)
+            until = _limit(deadline.seconds)
+            if nbytes > _DIRECT_BYTES:
+                self._wait_elsewhere(blocked, lambda: [work.wait(until) for work in works])
+                return
+            watched.add(blocked)
+            try:
+                for work in works:
+                    work.wait(until)
+            finally:
+                watched.remove(blocked)
+        except CollectiveError:
+            raise  # the wait's check has raised it, so it is explained already
+        except RuntimeError as error:
+            raise self._explained(blocked, error) from error
+
+    def _wait_elsewhere(self, blocked: Blocked, function: Callable[[], object]) -> None:
+        elsewhere = Elsewhere(function)
+        pause, wait = blocked.deadline.at_most(_FIRST_S), None
+        try:
+            while not elsewhere.over.acquire(timeout=pause):
+                wait = wait or blocked.wait()
+                wait.check()
+                pause = wait.slice()
+        except CollectiveError:
+            self._cut()  # otherwise Gloo would go on using an array that the caller has back
+            raise
+        if elsewhere.error is not None:
+            raise elsewhere.error
+
+    def _explained(self, blocked: Blocked, error: RuntimeError) -> BaseException:
+        explained = blocked.error or self.channel.explain(blocked.where, error, blocked.awaited)
+        self._cut()
+        return explained
+
+
+class _Writable:
+    """Wrapper that presents a read-only array as writable.
+
+    torch warns about read-only arrays, even if they are only sent. A read-only array gets here
+    only to be sent, and Gloo does not write to it.
+    """
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array  # an array made from this wrapper keeps the wrapped array alive
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+
+def _as_bytes(buffer: Buffer) -> torch.Tensor:
+    """Return a uint8 tensor over the memory of ``buffer``."""
+    array = buffer.array.view(np.uint8)
+    if not array.flags.writeable:
+        array = np.asarray(_Writable(array))
+    return torch.from_numpy(array)

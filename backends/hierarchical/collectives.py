@@ -22,8 +22,7 @@ import numpy as np
 
 from collective.algorithms import pieces
 from collective.algorithms.folds import Folding
-from collective.backends.peers import levels
-from collective.backends.peers.monitored import Monitored
+from collective.backends.peers.monitored import Monitored, explained
 from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp, as_op
@@ -152,7 +151,7 @@ class TwoLevel(Monitored):
         awaited: Sequence[int] | None = None,
     ) -> Exception | None:
         """Return the error to raise for an error of a level, or None for the error itself."""
-        return levels.explained(self.channel, error, where, deadline, awaited)
+        return explained(self.channel, error, where, deadline, awaited)
 
     def _regroups(self, op: ReduceOp, ordered: bool) -> bool:
         """Return whether a reduction may fold inside each host first."""
@@ -169,6 +168,9 @@ class TwoLevel(Monitored):
             one_level = one_level or not self._regroups(request.op, request.ordered)
         if operation == "reduce_scatter":
             one_level = one_level or not self._topology.even
+        if operation in ("gather", "scatter"):
+            # The root itself crosses, so all hosts need a rank at its place.
+            one_level = one_level or self._place(request.root) >= self._topology.common
         if one_level:
             return self._outer.plan(request)
         way = partial(getattr(self, f"_{operation}_in"), Steps(self.explained, request))
@@ -198,7 +200,8 @@ class TwoLevel(Monitored):
             # A place whose part is empty skips this step. For a short message, that is every place
             # except the gateway.
             if mine.count and self._across is not None:
-                steps.run(1, self._across, "broadcast", mine, mine, root=host)
+                count = mine.count
+                steps.run(1, self._across, "broadcast", mine, mine, root=host, count=count)
             if topology.host != host:
                 steps.run(2, self._inner, "all_gather", mine, dst, elements=parts)
 
@@ -287,58 +290,39 @@ class TwoLevel(Monitored):
         self, steps: Steps, src: Buffer | None, dst: Buffer, deadline: Deadline
     ) -> None:
         topology, counts, root = self._topology, steps.request.elements, steps.request.root
-        order = list(chain(*topology.members))
-        host, gateway = topology.host_of(root), self._gateway(root)
+        host, place = topology.host_of(root), self._place(root)
         blocks = [sum(counts[rank] for rank in members) for members in topology.members]
         mine = [counts[rank] for rank in topology.local]
-        whole = None if src is None else take(src, counts, order)
-        at_root, here = topology.host == host, topology.local_rank == gateway
+        whole = block = None
+        if src is not None:
+            whole = block = take(src, counts, list(chain(*topology.members)))
         with steps.within(deadline):
-            if at_root and topology.members[host][gateway] != root:
-                # Not every host has a rank at the root's place, so the gateway takes the root's
-                # part.
-                moved = Buffer.empty(sum(blocks) * here, dst.dtype)
-                parts, to = topology.parts(sum(blocks), gateway), topology.local.index(root)
-                steps.run(0, self._inner, "scatter", whole, moved, root=to, elements=parts)
-                whole = moved if here else None
-            block = whole
-            if here and self._across is not None:
-                if at_root:
-                    assert whole is not None
+            if topology.local_rank == place and self._across is not None:
+                if whole is not None:
                     block = part(whole, blocks, host)
                 else:
                     block = Buffer.empty(blocks[topology.host], dst.dtype)
-                steps.run(1, self._across, "scatter", whole, block, root=host, elements=blocks)
-            source = block if here else None
-            steps.run(2, self._inner, "scatter", source, dst, root=gateway, elements=mine)
+                steps.run(0, self._across, "scatter", whole, block, root=host, elements=blocks)
+            steps.run(1, self._inner, "scatter", block, dst, root=place, elements=mine)
 
     def _gather_in(self, steps: Steps, src: Buffer, dst: Buffer | None, deadline: Deadline) -> None:
         topology, counts, root = self._topology, steps.request.elements, steps.request.root
         order = list(chain(*topology.members))
-        host, gateway = topology.host_of(root), self._gateway(root)
+        host, place = topology.host_of(root), self._place(root)
         blocks = [sum(counts[rank] for rank in members) for members in topology.members]
         mine = [counts[rank] for rank in topology.local]
-        at_root, here = topology.host == host, topology.local_rank == gateway
-        result = None if dst is None else room(dst, counts, order)
-        whole, block = None, None
-        if here and at_root:
-            whole = result or Buffer.empty(sum(blocks), src.dtype)
+        whole = block = None
+        if dst is not None:
+            whole = room(dst, counts, order)
             block = part(whole, blocks, host)
-        elif here:
+        elif topology.local_rank == place:
             block = Buffer.empty(blocks[topology.host], src.dtype)
         with steps.within(deadline):
-            steps.run(0, self._inner, "gather", src, block, root=gateway, elements=mine)
-            if here and self._across is not None:
-                assert block is not None
+            steps.run(0, self._inner, "gather", src, block, root=place, elements=mine)
+            if block is not None and self._across is not None:
                 steps.run(1, self._across, "gather", block, whole, root=host, elements=blocks)
-            if at_root and topology.members[host][gateway] != root:
-                # As in _scatter_in(): the gateway has taken the root's part.
-                source = whole or Buffer.empty(0, src.dtype)
-                parts, to = topology.parts(sum(blocks), gateway), topology.local.index(root)
-                steps.run(2, self._inner, "gather", source, result, root=to, elements=parts)
-        if dst is not None:
-            assert result is not None
-            put(dst, counts, order, result)
+        if dst is not None and whole is not None:
+            put(dst, counts, order, whole)
 
     def _all_gather_in(self, steps: Steps, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         topology, counts = self._topology, steps.request.elements
@@ -391,6 +375,9 @@ class TwoLevel(Monitored):
 
     def _gateway(self, root: int) -> int:
         """Return the place that crosses for ``root``: its own if all hosts have it, else 0."""
+        place = self._place(root)
+        return place if place < self._topology.common else 0
+
+    def _place(self, rank: int) -> int:
         topology = self._topology
-        gateway = topology.members[topology.host_of(root)].index(root)
-        return gateway if gateway < topology.common else 0
+        return topology.members[topology.host_of(rank)].index(rank)

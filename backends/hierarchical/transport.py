@@ -12,26 +12,26 @@ numbers of all ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from collective import native
 from collective.algorithms import pieces
-from collective.backends.peers import levels
-from collective.backends.peers.handed import HandedStore
-from collective.backends.peers.monitored import Monitored
-from collective.backends.peers.wait import Running
+from collective.backends.matching import describe
+from collective.backends.peers.monitored import HandedStore, Monitored, inside
 from collective.backends.shm import ShmBackend
+from collective.backends.tcp.transport import Nested, TcpBackend
 from collective.contract import registry
-from collective.contract.backend import Backend
-from collective.contract.capabilities import Capabilities
+from collective.contract.backend import ANY_SOURCE, Backend, Capabilities, Plan
 from collective.contract.failure import Failure
-from collective.contract.store import Store
-from collective.contract.waits import MessageCall, caller
+from collective.contract.mail import EXACTLY, PAYLOAD_TAG
 from collective.contract.world import World
+from collective.control.store import Store
 from collective.deadline import Deadline
 from collective.errors import (
     AllocationError,
@@ -46,10 +46,12 @@ from collective.errors import (
 )
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
+from collective.native import NOBODY
 from collective.platform import boot_id, process_namespace
-from collective.request import Request
+from collective.request import Disagreement, Request
 
 from .collectives import Steps, TwoLevel
+from .mail import TwoLevelMail
 from .topology import Topology
 
 if TYPE_CHECKING:
@@ -75,8 +77,10 @@ class HierarchicalBackend(TwoLevel):
 
     name = "hierarchical"
     capabilities = Capabilities(
-        across_hosts=True, symmetric_memory=True, detects_lost_peers=True, shrinks=True, grows=True
-    )
+        across_hosts=True, symmetric_memory=True, any_source=True, posts=True,
+        detects_lost_peers=True, shrinks=True, grows=True,
+    )  # fmt: skip
+    payload_tag = PAYLOAD_TAG
     _inner: ShmBackend
 
     def __init__(
@@ -86,15 +90,33 @@ class HierarchicalBackend(TwoLevel):
         self.size = outer.size
         able = outer.capabilities
         self.capabilities = replace(
-            type(self).capabilities, dtypes=able.dtypes, ops=able.ops, shrinks=able.shrinks
-        )
+            type(self).capabilities, dtypes=able.dtypes, ops=able.ops, shrinks=able.shrinks,
+            any_source=able.posts, posts=able.posts,
+        )  # fmt: skip
         self.channel = outer.channel
         self._outer = outer
         self._inner = inner
+        # Function of the core for one message inside this host and one to or from another host.
+        self._both: Callable[..., Any] | None = None
+        if (
+            isinstance(outer, TcpBackend)
+            and outer.exchange is not None
+            and inner.exchange is not None
+        ):
+            self._both = native.exchange_both()
         # While a rank waits on the inner level, its peers are mostly busy with the network.
         inner.sleep_after(_INNER_YIELDS_S)
+        # A call that waits in a level asks all ranks who is late.
+        inner.while_waiting(self.channel.ask_in_time)
+        if isinstance(across, Monitored):
+            across.channel.whole = self.channel
         self._across = across
         self._topology = topology
+        # Over tcp, one plan has the steps of both levels. It also compares the calls of all ranks.
+        self._nested: Nested | None = None
+        if _nests(outer, topology):
+            self._nested = Nested(topology.members, inner)
+            self.capabilities = replace(self.capabilities, checks_calls=True)
         self.channel.when_broken(self._break)
         if self.channel.failure is not None:
             self._break()
@@ -104,12 +126,12 @@ class HierarchicalBackend(TwoLevel):
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> Self:
         """Connect to the other ranks as the outer transport does; see :meth:`Backend.connect`."""
-        kind = registry.find(world.options.get("across", "gloo"))
+        kind = registry.find(world.options.get("across", "tcp"))
         if not issubclass(kind, Monitored):
             raise UnsupportedError(
                 f"hierarchical: transport {kind.name!r} cannot connect the hosts, because no "
-                f"monitor watches its ranks [rank {world.rank} of {world.size}]. Use 'gloo' or "
-                "'mpi'."
+                f"monitor watches its ranks [rank {world.rank} of {world.size}]. Use 'tcp', "
+                "'tcp' or 'mpi'."
             )
         return cls._over(kind.connect(world, deadline), world, deadline)
 
@@ -168,6 +190,7 @@ class HierarchicalBackend(TwoLevel):
                 topology.levels
                 and len(topology.members) > 1
                 and topology.local_rank < topology.common
+                and not _nests(outer, topology)
             ):
                 with _abort_on_failure(outer, "hierarchical"):
                     across = outer.group(topology.at(topology.local_rank), deadline)
@@ -191,7 +214,7 @@ class HierarchicalBackend(TwoLevel):
         here = [self._topology.local.index(ranks[member]) for member in topology.local]
         if len(topology.members) == 1:
             others = [rank for rank in ranks if rank != self.rank]
-            with self._inside(where, deadline, others):
+            with inside(self.channel, where, deadline, others):
                 return self._inner.group(here, deadline)
         outer = self._outer.group(ranks, deadline)
         if not topology.levels:
@@ -200,7 +223,7 @@ class HierarchicalBackend(TwoLevel):
         try:
             others = [self._topology.local[place] for place in here]
             others.remove(self.rank)
-            with _abort_on_failure(outer, "group"), self._inside(where, deadline, others):
+            with _abort_on_failure(outer, "group"), inside(self.channel, where, deadline, others):
                 inner = self._inner.group(here, deadline)
             return type(self)._assemble(outer, inner, topology, deadline)
         except BaseException:
@@ -212,7 +235,8 @@ class HierarchicalBackend(TwoLevel):
         inner = self._inner.descriptors(topology.local)
         if len(topology.members) == 1:
             return inner
-        across = self._outer.descriptors(topology.at(0))
+        nests = _nests(self._outer, topology)
+        across = 0 if nests else self._outer.descriptors(topology.at(0))
         outer = self._outer.descriptors(ranks)
         return inner + across + outer if topology.levels else outer
 
@@ -233,6 +257,8 @@ class HierarchicalBackend(TwoLevel):
     def empty(self, nbytes: int, request: Request, deadline: Deadline) -> np.ndarray[Any, Any]:
         array: np.ndarray[Any, Any] | None = None
         shortage: AllocationError | None = None
+        if self._nested is not None:
+            self.agree(request, deadline)  # the inner level compares the calls of one host
         with Steps(self.explained, request).within(deadline):
             try:
                 array = self._inner.empty(nbytes, request.step(0, "empty"), deadline)
@@ -249,21 +275,64 @@ class HierarchicalBackend(TwoLevel):
         assert array is not None
         return array
 
+    # -- collectives ----------------------------------------------------------------------
+
+    def plan(self, request: Request) -> Plan:
+        if self._nested is None:
+            return super().plan(request)
+        assert isinstance(self._outer, TcpBackend)
+        return _NestedPlan(self, request, self._outer.plan_on(request, self._nested))
+
+    def run_nested(
+        self, request: Request, plan: Callable[..., Any], x: Any, out: Any, deadline: Deadline
+    ) -> None:
+        """Run a plan of both levels, and explain its error."""
+        try:
+            self._inner.refuse_broken(request)
+            plan(x, out, deadline)
+        except Disagreement:
+            raise  # all ranks have compared their calls, and go on
+        except BaseException as error:
+            explained = self.explained(error, request, deadline)
+            if explained is None:
+                raise
+            raise explained from error
+
     # -- point to point -------------------------------------------------------------------
+
+    @cached_property
+    def mail(self) -> TwoLevelMail | None:  # type: ignore[override]  # an attribute elsewhere
+        """Posted messages on both levels; None if the outer transport has none."""
+        outer = self._outer.mail
+        if outer is None:
+            return None
+        return TwoLevelMail(self._inner.mail, outer, self._topology, self.channel)
+
+    @property
+    def exchange(self) -> native.Exchange | None:  # type: ignore[override]  # elsewhere a field
+        """Function that exchanges plain arrays, if both levels have one in C."""
+        return None if self._both is None else self._exchange
 
     def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
         local_rank = self._topology.local_rank_of(dst)
         if local_rank is None:
             self._outer.send(src, dst, tag, deadline)
             return
-        with self._inside(MessageCall("send", tag, dst, None), deadline, (dst,)):
+        with inside(self.channel, describe(dst, NOBODY, tag), deadline, (dst,)):
             self._inner.send(src, local_rank, tag, deadline)
 
     def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
+        if src == ANY_SOURCE:
+            assert self.mail is not None  # otherwise the communicator refuses such a receive
+            posted = self.mail.receive(dst.array.view(np.uint8), src, tag, EXACTLY)
+            if posted is NotImplemented:
+                self.mail.refuse(describe(NOBODY, src, tag))
+            self.mail.wait((posted,), False, deadline)
+            return int(posted.source)
         local_rank = self._topology.local_rank_of(src)
         if local_rank is None:
             return self._outer.recv(dst, src, tag, deadline)
-        with self._inside(MessageCall("recv", tag, None, src), deadline, (src,)):
+        with inside(self.channel, describe(NOBODY, src, tag), deadline, (src,)):
             self._inner.recv(dst, local_rank, tag, deadline)
         return src
 
@@ -272,13 +341,56 @@ class HierarchicalBackend(TwoLevel):
     ) -> None:
         into, whence = self._topology.local_rank_of(to), self._topology.local_rank_of(source)
         if into is not None and whence is not None:
-            call = MessageCall("sendrecv", tag, to, source)
-            with self._inside(call, deadline, call.peers):
+            call = describe(to, source, tag)
+            with inside(self.channel, call, deadline, call.peers):
                 self._inner.sendrecv(src, into, dst, whence, tag, deadline)
         elif into is None and whence is None:
             self._outer.sendrecv(src, to, dst, source, tag, deadline)
-        else:
+        elif not self._exchange_both(src, to, dst, source, tag, deadline):
             super().sendrecv(src, to, dst, source, tag, deadline)
+
+    def _exchange_both(
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
+    ) -> bool:
+        """Exchange messages with a rank of this host and one of another; return whether C can.
+
+        Without C the two messages take two threads.
+        """
+        if self._both is None or self.rank in (to, source):
+            return False
+        x, out = src.array.view(np.uint8), dst.array.view(np.uint8)
+        if np.may_share_memory(x, out):
+            x = x.copy()
+        return self._exchange(x, to, out, source, tag, deadline, False) is not NotImplemented
+
+    def _exchange(
+        self, x: Any, to: int, out: Any, source: int, tag: int, limit: Deadline, heads: bool
+    ) -> Any:
+        """Send, receive, or both, by the functions of the two levels; see ``native.messages``."""
+        outer, inner = self._outer.exchange, self._inner.exchange
+        if outer is None or inner is None or self._both is None:
+            return NotImplemented
+        for array, rank in ((x, to), (out, source)):
+            is_peer = type(rank) is int and 0 <= rank < self.size and rank != self.rank
+            if not is_peer and not (array is None and rank == NOBODY):
+                return NotImplemented
+        into, whence = self._topology.local_rank_of(to), self._topology.local_rank_of(source)
+        if into is None and whence is None:
+            return outer(x, to, out, source, tag, limit, heads)
+        leaves = into is None and to != NOBODY
+        arrives = whence is None and source != NOBODY
+        if (leaves or arrives) and out is None:
+            return NotImplemented  # the result has no memory yet
+        call = describe(to, source, tag)
+        with inside(self.channel, call, limit, call.peers):
+            if not leaves and not arrives:
+                into, whence = (NOBODY if place is None else place for place in (into, whence))
+                sender = inner(x, into, out, whence, tag, limit, heads)
+            elif leaves:
+                sender = self._both(outer, x, to, inner, out, whence, tag, limit, heads)
+            else:
+                sender = self._both(inner, x, into, outer, out, source, tag, limit, heads)
+        return source if type(sender) is int else sender
 
     # -- failure --------------------------------------------------------------------------
 
@@ -295,27 +407,34 @@ class HierarchicalBackend(TwoLevel):
         if self._across is not None:
             self._across.abort(Failure("aborted", self._across.rank, failure.text))
 
-    @contextlib.contextmanager
-    def _inside(self, where: object, deadline: Deadline, awaited: Sequence[int]) -> Iterator[None]:
-        """Explain the errors of a body that waits on the inner level.
 
-        Args:
-            where: the operation, for errors.
-            deadline: deadline of the operation.
-            awaited: the ranks that the body waits for, in the numbers of all ranks.
-        """
-        inside = self.channel.inside
-        key = object()
-        inside[key] = Running(where, awaited, caller())
-        try:
-            yield
-        except levels.OF_LEVELS as error:
-            # The call stays in ``inside`` here. The failure of the level has ended the waits of
-            # all its ranks, and each of them asks what the others waited for.
-            explanation = self.explained(error, where, deadline, awaited)
-            raise explanation or error from error
-        finally:
-            del inside[key]
+class _NestedPlan:
+    """Plan with the steps of both levels.
+
+    Args:
+        backend: the transport.
+        request: request of the call.
+        plan: the plan, whose errors are of one of the levels.
+
+    Attributes:
+        plain: the plan as a function of arrays, if it is in C.
+    """
+
+    __slots__ = ("_run", "plain")
+
+    def __init__(self, backend: HierarchicalBackend, request: Request, plan: Plan) -> None:
+        self._run = partial(backend.run_nested, request, plan)
+        if hasattr(plan, "plain"):
+            self.plain = partial(backend.run_nested, request, plan.plain)
+
+    def __call__(self, src: Buffer | None, dst: Buffer | None, deadline: Deadline) -> None:
+        self._run(src, dst, deadline)
+
+
+def _nests(outer: Backend, topology: Topology) -> bool:
+    """Return whether the plans of ``outer`` have the steps of both levels."""
+    several = topology.levels and len(topology.members) > 1
+    return isinstance(outer, TcpBackend) and several
 
 
 def _host_store(outer: Monitored, topology: Topology, deadline: Deadline) -> Store:

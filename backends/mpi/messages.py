@@ -24,16 +24,18 @@ if TYPE_CHECKING:
     from collective.backends.peers.wait import Wait
     from collective.memory.buffer import Buffer
 
-__all__ = ["EAGER_BYTES", "LONG_BYTES", "MOST_BYTES", "MpiMessages"]
+__all__ = [
+    "BYTES_TAG", "EAGER_BYTES", "LONG_BYTES", "MAIL_TAG", "MOST_BYTES", "MpiMessages", "parts",
+]  # fmt: skip
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
 
 #: Largest number of bytes in one MPI call: counts are C integers before MPI 4.
 MOST_BYTES = 2**31 - 1
-# MPI's tags: one for the algorithms' messages, one for announcements, then the tags of users, then
-# those of announced messages.
-_ALGORITHMS, _ANNOUNCEMENT, _USER = 0, 1, 2
+# MPI's tags: one for the algorithms' messages, one for announcements, two for posted messages, then
+# the tags of users, then those of announced messages.
+_ALGORITHMS, _ANNOUNCEMENT, MAIL_TAG, BYTES_TAG, _USER = range(5)
 #: A longer message is matched first, and received only once it is there.
 LONG_BYTES = 64 << 10
 #: A message of at most this length has left the sender's array when the send completes, with every
@@ -110,7 +112,7 @@ class MpiMessages:
         if nbytes <= MOST_BYTES:
             requests.append(isend((array, nbytes, byte), dst, code))
         else:
-            requests += [isend((part, part.size, byte), dst, code) for part in _parts(array)]
+            requests += [isend((part, part.size, byte), dst, code) for part in parts(array)]
         return requests
 
     def direct(self, tag: int) -> int | None:
@@ -154,7 +156,7 @@ class MpiMessages:
         src, message = self._find(match, call, deadline)
         # The handle belongs to the first part. The other parts follow from the same rank with the
         # same tag, and MPI keeps their order.
-        first, *rest = _parts(array)
+        first, *rest = parts(array)
         requests = [message.Irecv((first, first.size, byte))]
         requests += [irecv((part, part.size, byte), src, code) for part in rest]
         self._settle(requests, call._replace(source=src), deadline)
@@ -246,7 +248,7 @@ def _any(module: Any, src: int) -> int:
     return int(module.ANY_SOURCE) if src == ANY_SOURCE else src
 
 
-def _parts(array: Array) -> list[Array]:
+def parts(array: Array) -> list[Array]:
     """Cut an array into parts that fit into one MPI call each; there is at least one part."""
     raw = array.view(np.uint8)
     return [raw[start : start + MOST_BYTES] for start in range(0, raw.size, MOST_BYTES)] or [raw]

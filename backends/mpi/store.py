@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.contract.store import NotPublishedError, Store
+from collective.control.store import NotPublishedError, Store
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from collective import native
+from collective.backends.mail import PythonMail
 from collective.backends.peers.channel import Channel
 from collective.backends.peers.monitor import Monitor
-from collective.contract.capabilities import Capabilities
+from collective.contract.backend import Capabilities
 from collective.deadline import Deadline
 from collective.errors import BackendUnavailableError, RendezvousError
 from collective.memory.buffer import Buffer
@@ -33,6 +34,7 @@ from . import library
 from .carrying import explained, mapped, pause
 from .collectives import MpiCollectives
 from .folds import Deviations, deviations, making, of_flags, prepare
+from .mail import mail_of
 from .messages import MpiMessages
 from .plain_messages import PlainMessages
 from .polling import settle
@@ -66,6 +68,7 @@ class MpiTransport(MpiCollectives):
         across_hosts=True,
         checks_calls=True,
         any_source=True,
+        posts=True,
         detects_lost_peers=True,
     )
 
@@ -121,6 +124,10 @@ class MpiTransport(MpiCollectives):
 
         The monitor calls the roll first, so that all these ranks live when MPI begins.
         """
+        if world.size < self.size:
+            # Whatever broke the last communicator first: a level of hierarchical may have aborted
+            # it before the monitor told of the loss.
+            library.lose_a_peer()
         self._blocking.revoke()
         channel = Monitor.start(world, deadline).channel
 
@@ -151,6 +158,8 @@ class MpiTransport(MpiCollectives):
             # MPI reads the array of a send until its receiver knows of the failure.
             self.channel.await_heard(range(self.size))
         self.channel.close()
+        if "mail" in self.__dict__:
+            self.mail.close()
         healthy = self.channel.failure is None and self._blocking.running is None
         # A peer that has not left yet may send a message to a freed communicator. The message then
         # waits for the next communicator with the same number. Each rank of Open MPI numbers the
@@ -190,6 +199,11 @@ class MpiTransport(MpiCollectives):
         return super().empty(nbytes, request, deadline)
 
     # -- point to point -------------------------------------------------------------------
+
+    @functools.cached_property
+    def mail(self) -> PythonMail:  # type: ignore[override]  # an attribute elsewhere
+        """Posted messages of this rank; most communicators have none."""
+        return mail_of(self._mpi, self._comm, self.channel)
 
     @mapped
     def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from collective.backends.peers import levels
 from collective.backends.peers.channel import Channel
-from collective.backends.peers.handed import HandedStore
-from collective.backends.peers.wait import Running
+from collective.backends.peers.monitored import HandedStore
 from collective.contract import registry
 from collective.contract.backend import Backend, Plan
 from collective.contract.failure import Failure
-from collective.contract.store import Store
-from collective.contract.waits import caller
+from collective.control.store import Store
 from collective.deadline import Deadline
 from collective.errors import (
     BackendError,
@@ -30,7 +26,7 @@ from .watch import failure_of
 if TYPE_CHECKING:
     from collective.contract.world import World
 
-__all__ = ["Reporting", "breaker", "broadcast_store", "connect_step", "host_plane", "step_of"]
+__all__ = ["Reporting", "breaker", "broadcast_store", "connect_step", "host_plane"]
 
 _CONNECT = Request("connect", over="nccl")
 
@@ -48,7 +44,7 @@ def host_plane(world: World) -> type[Backend]:
         elif world.local_size == world.size:
             name = "shm"
         elif world.size == 2:
-            name = world.options.get("across", "gloo")
+            name = world.options.get("across", "tcp")
         else:
             name = "hierarchical"
     return registry.find(name)
@@ -67,22 +63,6 @@ def connect_step(
     work = host.plan(_CONNECT.step(number, operation, **arguments))(src, dst, deadline)
     if work is not None:
         work.wait()
-
-
-@contextlib.contextmanager
-def step_of(
-    where: object, channel: Channel, deadline: Deadline, awaited: Sequence[int] | None = None
-) -> Iterator[None]:
-    """Run a step of a call on the host plane; convert the step's errors to errors of the call."""
-    key = object()
-    channel.inside[key] = Running(where, awaited, caller())
-    try:
-        yield
-    except levels.OF_LEVELS as error:
-        explanation = levels.explained(channel, error, where, deadline, awaited)
-        raise explanation or error from error
-    finally:
-        del channel.inside[key]
 
 
 class Reporting:

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from collective import cuda
+from collective.backends.peers.monitored import inside
 from collective.contract.backend import Backend
 from collective.contract.failure import Failure
 from collective.contract.waits import MessageCall
@@ -57,7 +58,6 @@ from collective.errors import (
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 
-from .hosting import step_of
 from .watch import Asked, Pending, Watch, failure_of
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class NcclMessages:
     def _send(self, src: Buffer, dst: int, tag: int, call: _MessageCall) -> None:
         note_tag, grant_tag = _tags(tag)
         grant = _words(0)
-        with step_of(call.where, self._channel, call.deadline, call.peers):
+        with inside(self._channel, call.where, call.deadline, call.peers):
             self._host.send(_words(src.nbytes), dst, note_tag, call.deadline)
             if src.nbytes:
                 self._host.recv(grant, dst, grant_tag, call.deadline)
@@ -233,13 +233,13 @@ class NcclMessages:
     def _recv(self, dst: Buffer, src: int, tag: int, call: _MessageCall) -> int:
         note_tag, grant_tag = _tags(tag)
         note = _words(0)
-        with step_of(call.where, self._channel, call.deadline, call.peers):
+        with inside(self._channel, call.where, call.deadline, call.peers):
             source = self._host.recv(note, src, note_tag, call.deadline)
         self._check_length(note, dst, source, call)
         if dst.nbytes:
             direction = self._direction(source, self._rank)
             number = direction.number()
-            with step_of(call.where, self._channel, call.deadline, call.peers):
+            with inside(self._channel, call.where, call.deadline, call.peers):
                 self._host.send(_words(number), source, grant_tag, call.deadline)
             self._issue(direction, number, dst, call)
         return source

@@ -23,9 +23,8 @@ import numpy as np
 from collective import cuda
 from collective.backends.peers.channel import Channel
 from collective.backends.peers.monitor import Monitor
-from collective.backends.peers.monitored import Monitored
-from collective.contract.backend import Backend
-from collective.contract.capabilities import Capabilities
+from collective.backends.peers.monitored import Monitored, inside
+from collective.contract.backend import Backend, Capabilities
 from collective.contract.failure import Failure
 from collective.deadline import Deadline
 from collective.errors import (
@@ -38,7 +37,7 @@ from collective.errors import (
 
 from .collectives import Collectives
 from .engine import NcclComm
-from .hosting import Reporting, breaker, broadcast_store, host_plane, step_of
+from .hosting import Reporting, breaker, broadcast_store, host_plane
 from .memory import Blocks
 from .messages import NcclMessages
 from .opening import Meeting
@@ -173,7 +172,7 @@ class NcclBackend(Collectives, Monitored):
     def _open(self, call: object, deadline: Deadline) -> NcclComm:
         """Make NCCL's communicator of all ranks; every rank is in this call."""
         self.channel.check(call)
-        with step_of(call, self.channel, deadline):
+        with inside(self.channel, call, deadline):
             library, device = self._meeting.everybody(self._plane, call, deadline)
             unique_id = self._meeting.name(self._plane, library, deadline)
         wait = self.channel.wait(call, deadline)
@@ -195,7 +194,7 @@ class NcclBackend(Collectives, Monitored):
     def _open_pair(self, sender: int, receiver: int, where: object, deadline: Deadline) -> NcclComm:
         """Make NCCL's communicator of one direction; see :mod:`.messages`."""
         pair_rank, peer = (0, receiver) if self.rank == sender else (1, sender)
-        with step_of(where, self.channel, deadline, (peer,)):
+        with inside(self.channel, where, deadline, (peer,)):
             library, device, unique_id = self._meeting.pair(
                 self._plane, sender, receiver, where, deadline
             )
@@ -369,7 +368,7 @@ class NcclBackend(Collectives, Monitored):
             AllocationError: some rank's GPU does not have enough memory; on every rank.
         """
         comm = self._comm or self._open(request, deadline)
-        with step_of(request, self.channel, deadline):
+        with inside(self.channel, request, deadline):
             return self._blocks.allocate(self._plane, comm, comm.device, nbytes, request, deadline)
 
     def _streams(self) -> list[Stream]:

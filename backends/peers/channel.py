@@ -1,21 +1,32 @@
 """One communicator as the monitor sees it."""
 
+# Which failure wins: each rank keeps the first one that it learns of, its own or one that the hub
+# passes on, and raises it in all later calls. A rank sends its failure before its other threads see
+# it, because the call that raises it may be the rank's last, and close the link. The engine often
+# notices the end of a connection before the hub has told the reason. So explain() waits for the
+# reason before it breaks the communicator with the engine's own text.
+#
+# abort() waits for nobody: the monitor's thread calls it, and the same thread receives the
+# acknowledgements. Only await_heard() waits. A fixed pause in its place was tried: 0.1 s was not
+# enough on a busy machine, and each failed send would pay a longer one.
+#
+# close() breaks the communicator only if another thread is in a call (end_waits). It must not do so
+# always: peers may still be in a call that has returned here.
+
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Sequence, Set
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from collective.contract.backend import Note
 from collective.contract.failure import LONGER, Failure
 from collective.contract.recorder import Recorder
-from collective.contract.secret import Secret
-from collective.contract.store import Store
 from collective.contract.waits import (
     CLOSED,
     DROPPED,
@@ -27,6 +38,9 @@ from collective.contract.waits import (
     explain,
     printable,
 )
+from collective.control.link import Link, Message
+from collective.control.secret import Secret
+from collective.control.store import Store
 from collective.deadline import Deadline
 from collective.errors import (
     BackendError,
@@ -35,20 +49,24 @@ from collective.errors import (
     RendezvousError,
 )
 
-from .link import Link, Message
-from .reports import last_call, last_call_of, make_report, waits_of
-from .standby import Standby
-from .unclosed import Unclosed, tell_dropped
-from .wait import SLICE_S, Running, Wait
+from .messages import last_call, last_call_of, make_report, waits_of
+from .wait import SLICE_S, Running, Wait, asks_at
 
-__all__ = ["WORLD", "Channel"]
+if TYPE_CHECKING:
+    from .monitor import Monitor
+
+__all__ = ["WORLD", "Channel", "Unclosed", "tell_dropped"]
 
 #: The name of the communicator of all ranks.
 WORLD = "world"
 # Grace period after a rank has left: it may have sent the awaited message before it left.
 _GRACE_S = 0.5
-# How long the hub may take to conclude a comparison: longer than it waits for the ranks' reports.
-_REPORT_S = 1.0
+# How long a call that gives up waits for the hub's last answer, after its deadline. A call that has
+# waited long enough has an earlier answer, too: see Wait.check(). A call that gives up before its
+# deadline, since a level has found other calls, has more time.
+_LAST_S, _REPORT_S = 0.05, 1.0
+# Part of the time until the deadline in which the hub must answer an earlier question.
+_ANSWER_SHARE = 0.8
 # How long a rank that gives up waits for its peers to acknowledge that. A peer that is stopped does
 # not acknowledge it.
 _HEARD_S = 2.0
@@ -57,42 +75,13 @@ _ALONE_S = 0.1
 # How long a call waits for the monitor's explanation when the engine fails: the hub reports a death
 # within milliseconds.
 _EXPLAIN_S = 1.0
+_UNREACHABLE = "rank {} cannot be reached: its host does not answer"
 # Longest text of a peer's last call, in characters.
 _CALL = 200
 
 
-class Monitoring(Protocol):
-    """The part of the monitor that a channel uses.
-
-    Attributes:
-        rank: this rank's number in the world.
-        hosts: the name of every rank's host.
-        secret: secret of this meeting of the ranks.
-        hub_gone: whether the hub's process has ended.
-    """
-
-    rank: int
-    hosts: list[str]
-    secret: Secret
-    hub_gone: bool
-    _link: Link | None
-    _unclosed: Unclosed
-
-    @property
-    def _lock(self) -> AbstractContextManager[Any, Any]: ...
-
-    @property
-    def standby(self) -> Standby | None: ...
-
-    def gone(self) -> set[int]: ...
-
-    def look_around(self) -> None: ...
-
-    def _say(self, message: Message) -> None: ...
-
-    def _enter(self, channel: Channel) -> None: ...
-
-    def _leave(self) -> None: ...
+#: The communicators that a process has not closed, by name: their members, and their calls.
+Unclosed = dict[str, tuple[Sequence[int], Sequence[Recorder]]]
 
 
 class Channel:
@@ -112,12 +101,18 @@ class Channel:
             that might ask the monitor.
         inside: calls of this rank that wait in another transport, of which this channel would know
             nothing; by any object that identifies the call.
+        whole: channel of the communicator of which this one is a level; None if it is no level. A
+            level's own errors reach no program, so it asks nobody who is late.
+        silent: function that returns the ranks whose hosts do not answer any more, as far as the
+            kernel has noticed on the transport's connections to them; None if the transport cannot
+            tell.
+        answers: number of the hub's answers so far to :meth:`ask`.
         compares_on_arrival: whether the transport itself finds calls that differ, once all ranks
             have come. If true, a stall reports no properties in which the calls may legitimately
             differ.
     """
 
-    def __init__(self, monitor: Monitoring, name: str, members: tuple[int, ...]) -> None:
+    def __init__(self, monitor: Monitor, name: str, members: tuple[int, ...]) -> None:
         self.name = name
         self.members = members
         self.rank = members.index(monitor.rank)
@@ -129,6 +124,11 @@ class Channel:
         self.unfinished: Callable[[], int | None] | None = None
         self.on_failure: list[Callable[[], None]] = []
         self.inside: dict[object, Running] = {}
+        self.silent: Callable[[], set[int]] | None = None
+        self.answers = 0
+        self.whole: Channel | None = None
+        # Deadline before which a call of a level has asked, and the number of answers then.
+        self._asked: tuple[Deadline, int] | None = None
         self.compares_on_arrival = False
         self._monitor = monitor
         self._groups: dict[tuple[int, ...], int] = {}
@@ -136,13 +136,12 @@ class Channel:
         # Number of calls that the rank that broke the communicator had finished; None if that does
         # not matter.
         self._failed_after: int | None = None
-        self._raised = False
+        self._raised: weakref.ref[Exception] | None = None  # the first error for the failure
         self._closed = False
         self._shown: weakref.WeakSet[Running] = weakref.WeakSet()
         self._reported = threading.Condition()
         self._late_ranks: dict[int, Message | None] = {}
         self._offers: dict[str, dict[int, str]] = {}
-        self._answers = 0
         # Ranks that have acknowledged that the communicator is broken.
         self._acknowledged: set[int] = set()
         monitor._enter(self)
@@ -164,6 +163,14 @@ class Channel:
     def closed(self) -> bool:
         """Whether this rank has left the communicator."""
         return self._closed
+
+    @property
+    def broken_by_connected(self) -> bool:
+        """Whether the communicator was broken by a rank that had finished connecting.
+
+        Such a rank has gone on to the next generation, or its program has failed.
+        """
+        return self.failure is not None and self.failure.kind in ("shrink", "failed")
 
     def group(self, ranks: Sequence[int]) -> Channel:
         """Return the channel of a communicator among ``ranks``; only these ranks call this."""
@@ -228,8 +235,12 @@ class Channel:
             # that the mismatch has broken.
             text = f"{where}: broken by an earlier mismatch: {self.failure.text}"
             return CommunicatorAbortedError(f"{text} [rank {self.rank}]")
-        self._raised = True
+        self._raised = weakref.ref(error)
         return error
+
+    def has_raised(self, error: BaseException) -> bool:
+        """Return whether an error is the first one that this channel has made for its failure."""
+        return self._raised is not None and self._raised() is error
 
     def _check_left(
         self,
@@ -301,6 +312,10 @@ class Channel:
         The engine notices the end of a connection before the monitor knows the reason. So this
         waits a moment for the monitor. ``awaited`` and ``any_of`` are as in :meth:`check`.
         """
+        if silent := self._silent():
+            # The kernel has ended a connection because nothing came from that host for seconds. The
+            # monitor's connections may end a second later.
+            self.abort(self._loss(silent))
         deadline = Deadline(_EXPLAIN_S)
         while not deadline.expired:
             try:
@@ -436,9 +451,10 @@ class Channel:
         There are none before this rank has offered its own text.
 
         Raises:
-            RendezvousError: the world's rank 0 has ended, whose process passes on the texts.
+            RendezvousError: the world's rank 0 has ended, whose process passes on the texts. If it
+                is a member, this raises nothing: the loss of a member ends the caller's wait.
         """
-        if self._monitor.hub_gone:
+        if self._monitor.hub_gone and 0 not in self.members:
             raise RendezvousError(
                 "rendezvous: the world's rank 0 has ended, and ranks connect through its process; "
                 f"keep rank 0 running while other ranks make groups [rank {self.rank}]"
@@ -499,7 +515,7 @@ class Channel:
             with self._reported:
                 late = message["late"].items()
                 self._late_ranks = {self.members.index(int(rank)): report for rank, report in late}
-                self._answers += 1
+                self.answers += 1
                 self._reported.notify_all()
 
     def _messages(self) -> list[Waiting]:
@@ -516,26 +532,64 @@ class Channel:
         ]
 
     def _lose(self, world_rank: int, why: str = "") -> None:
-        rank = self.members.index(world_rank)
-        host = self._monitor.hosts[world_rank]
-        why = (
-            f"it sent a malformed message: {why}"
-            if why
-            else "its process ended or its host is cut off"
-        )
-        text = f"rank {rank} (on {host}) is gone: {why}"
-        self._break(Failure("lost", self.rank, text, (rank,)))
+        # A rank whose own host is cut off learns first that it has lost the hub, but it has lost
+        # all ranks of other hosts.
+        self._break(self._loss({self.members.index(world_rank), *self._silent()}, why))
+
+    def _loss(self, ranks: Set[int], why: str = "") -> Failure:
+        """Return the failure of a rank that has lost ``ranks``.
+
+        Args:
+            ranks: the lost ranks.
+            why: what is wrong with a message of theirs; empty if they are gone.
+        """
+        lost = sorted(ranks)
+        hosts = (self._monitor.hosts[self.members[rank]] for rank in lost)
+        names = ", ".join(f"{rank} (on {host})" for rank, host in zip(lost, hosts))
+        if why:
+            text = f"rank {names} is gone: it sent a malformed message: {why}"
+        elif len(lost) == 1:
+            text = f"rank {names} is gone: its process ended or its host is cut off"
+        else:
+            text = (
+                f"ranks {names} are gone: their processes ended, or their hosts or the one of rank "
+                f"{self.rank} are cut off"
+            )
+        return Failure("lost", self.rank, text, tuple(lost))
+
+    def _silent(self) -> set[int]:
+        """Return the ranks whose hosts do not answer, as far as the transport can tell."""
+        return set() if self.silent is None else self.silent() - self.left
 
     # -- stalls ---------------------------------------------------------------------------
 
-    def compare(self, asks: list[int] | None = None) -> None:
-        """Have the hub compare the recorders: ranks with different calls get ``MismatchError``.
+    def compare(self) -> None:
+        """Have the hub compare the recorders: ranks with different calls get ``MismatchError``."""
+        self._say({"kind": "stall", "asks": None, "within": None})
+
+    def ask(self, awaited: Sequence[int] | None, within: float) -> None:
+        """Compare, and ask the hub for the reports of the late ranks and of ``awaited``.
+
+        The answer counts in :attr:`answers`, and is used by :meth:`give_up`.
 
         Args:
-            asks: if not None, the hub answers with the reports of the late ranks and of these
-                ranks, which are numbered as in the world.
+            awaited: as in :meth:`wait`.
+            within: seconds until the answer is needed. A little earlier the hub answers without the
+                reports that have not come.
         """
-        self._say({"kind": "stall", "asks": asks})
+        asks = [self.members[rank] for rank in awaited or ()]
+        self._say({"kind": "stall", "asks": asks, "within": _ANSWER_SHARE * within})
+
+    def ask_in_time(self, deadline: Deadline) -> None:
+        """Ask who is late, once, when the deadline of a call that waits in a level is near.
+
+        Each wait of a level calls this again and again.
+        """
+        left, asked = deadline.left(), self._asked
+        if left <= asks_at(deadline.seconds) and (asked is None or asked[0] is not deadline):
+            self._asked = deadline, self.answers
+            awaited = {rank for call in [*self.inside.values()] for rank in call.awaited or ()}
+            self.ask(sorted(awaited), left)
 
     def give_up(
         self,
@@ -544,38 +598,48 @@ class Channel:
         awaited: Sequence[int] | None,
         sequence: int | None = None,
         who: Caller | None = None,
+        asked: int | None = None,
     ) -> NoReturn:
-        """Break the communicator because ``deadline`` has passed.
+        """Break the communicator because ``deadline`` has passed, or might as well have passed.
 
         Args:
             where, deadline, awaited, sequence, who: as in :meth:`wait`.
+            asked: value of :attr:`answers` when the call asked the hub before its deadline; None if
+                it did not ask, or if it waits in a level (:meth:`ask_in_time`).
 
         Raises:
             CollectiveTimeoutError: always, unless the communicator has been broken before.
         """
-        # Count the answers, because the answer to an earlier question may still be in flight.
-        before = self._answers
-        self.compare([self.members[rank] for rank in awaited or ()])
-        with self._reported:
-            answered = self._reported.wait_for(
-                lambda: self._answers > before or self.failure is not None, _REPORT_S
-            )
+        if asked is None and self._asked is not None and self._asked[0] is deadline:
+            asked = self._asked[1]
+        late: dict[int, Message | None] | None = {}
+        if self.whole is None:
+            seconds = max(_LAST_S, deadline.at_most(_REPORT_S))
+            late = self._asked_reports(awaited, asked, seconds)
         if self.failure is not None:
             raise self._error(where)
         running = self._running(sequence)
-        late = self._late_ranks if answered else {}
+        answered, late = late is not None, late or {}
+        silent = self._silent()
         absent = list(awaited or ())
         if awaited is None:
             behind = (
                 r for r, report in late.items() if report is None or report["started"] < running
             )
             absent = sorted(behind)
+        if not answered:
+            # This rank's host may be cut off: then it has lost all ranks of other hosts.
+            absent = sorted(silent.union(absent))
         remedy = LONGER
         if absent:
             waits = waits_of(late)
             who = caller() if who is None else who
             waits[self.rank] = [Waiting.of(where, who, absent)]
-            missing, remedy = explain(self.rank, absent, waits, lambda rank: last_call(rank, late))
+
+            def last(rank: int) -> str:
+                return _UNREACHABLE.format(rank) if rank in silent else last_call(rank, late)
+
+            missing, remedy = explain(self.rank, absent, waits, last)
         elif answered and sequence is not None:
             missing = (
                 "the devices: all ranks have made this call, but it has not ended on some device"
@@ -591,9 +655,60 @@ class Channel:
         self.abort(failure)
         raise CollectiveTimeoutError(f"{where}: {failure.text} [rank {self.rank}]", failure.ranks)
 
+    def _asked_reports(
+        self, awaited: Sequence[int] | None, asked: int | None, seconds: float
+    ) -> dict[int, Message | None] | None:
+        """Return the reports of the late ranks; None if the hub has answered no question.
+
+        The last question has little time if the call's deadline has passed. A rank that lives may
+        not report in that time. Then its earlier report counts.
+
+        Args:
+            awaited, asked: as in :meth:`give_up`.
+            seconds: how long to wait for the last answer.
+        """
+        with self._reported:
+            # Count the answers, because the answer to an earlier question may still be in flight.
+            before = self.answers
+            earlier = self._late_ranks if asked is not None and before > asked else None
+        self.ask(awaited, seconds)
+        with self._reported:
+            answered = self._reported.wait_for(
+                lambda: self.answers > before or self.failure is not None, seconds
+            )
+            last = self._late_ranks
+        if not answered or earlier is None:
+            return last if answered else earlier
+        reports = {rank: report or earlier.get(rank) for rank, report in last.items()}
+        return {r: report for r, report in reports.items() if report or r in earlier} or reports
+
 
 def _packed(failure: Failure) -> dict[str, Any]:
     return {
         "kind": failure.kind, "rank": failure.rank, "text": failure.text,
         "ranks": list(failure.ranks),
     }  # fmt: skip
+
+
+def tell_dropped(link: Link | None, unclosed: Unclosed, names: Sequence[str], owner: int) -> None:
+    """Tell the peers that this rank has dropped communicators without closing them.
+
+    Args:
+        link: link to the hub; if None, no message is sent.
+        unclosed: communicators that this process has not closed.
+        names: names of the dropped communicators.
+        owner: id of the process that made the communicators. A forked child of that process sends
+            no message.
+    """
+    if link is None or os.getpid() != owner:
+        return
+    for name in names:
+        members, calls = unclosed.pop(name, ((), ()))
+        if members:
+            finished = calls[0].finished if calls else 0
+            last = last_call_of(calls[0] if calls else None)
+            left = {"kind": "left", "finished": finished, "dropped": True, "last": last}
+            # The garbage collector may run this in a thread that is sending. There send() would
+            # wait for a lock that the same thread holds.
+            with contextlib.suppress(OSError):
+                link.send_when_free({**left, "channel": name, "members": members})

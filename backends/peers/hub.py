@@ -6,6 +6,13 @@ the hub compares the ranks' flight recorders. The hub keeps no state of the comm
 message about a communicator lists its members.
 """
 
+# There is one hub, and no second one takes over when rank 0's process ends. A second hub would add
+# only the comparison of calls and the goodbyes. Deaths are then noticed by each waiting rank itself
+# (Monitor.look_around), and the store goes over to a standby (standby.py).
+#
+# A message is checked field by field even though its sender knows the key: the sender may be of
+# another version. An error in one message must not end this thread, on which all ranks depend.
+
 from __future__ import annotations
 
 import contextlib
@@ -18,21 +25,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from collective.contract.descriptors import RAISE_THE_LIMIT
-from collective.contract.secret import COMPARE
+from collective.contract.process import RAISE_THE_LIMIT
 from collective.contract.stalls import Circles
+from collective.control.link import Link, Message, encoded, listen
+from collective.control.secret import COMPARE
+from collective.control.server import Server
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 from collective.request import name_ranks
 
-from .link import Link, Message, encoded, listen
-from .messages import ENROLMENT, FROM_RANKS, check
-from .reports import disagreement, followed
-from .server import Server
+from .messages import ENROLMENT, FROM_RANKS, check, disagreement, followed
 
 if TYPE_CHECKING:
-    from collective.contract.store import Store
-    from collective.contract.world import Tls
+    from collective.contract.world import World
 
 __all__ = ["Hub"]
 
@@ -46,6 +51,8 @@ _ROLL_S = 1.0
 _FURTHER, _FURTHER_IN_ALL = 32, 4096
 # Shortest time between two searches for ranks that wait for each other.
 _LOOK_S = 0.2
+# How long rank 0 waits at its end for the hub, which a rank with a full socket may hold up.
+_GOODBYE_S = 2.0
 
 
 @dataclass
@@ -81,39 +88,21 @@ class Hub:
     """Server of the links of one world; see the module's docstring.
 
     Args:
-        size: number of ranks in the world.
-        host: an address of this host to which ranks of other hosts can connect; None if all ranks
-            are on this host.
+        world: the world, as rank 0 knows it.
         deadline: moment at which the hub gives up the roll call.
         key: secret key that a rank must prove to know.
-        tls: TLS contexts for connections between hosts, or None.
-        store: the store where the ranks meet, for the error if a rank is missing.
-        has_secret: whether the job has a secret, for the same error.
 
     Attributes:
-        address: address of the hub, for :func:`.link.connect`.
+        address: address of the hub, for :func:`collective.control.link.connect`.
         refusal: reason why the roll call has failed; None as long as it has not failed.
         session: random text that identifies this meeting of the ranks.
     """
 
-    def __init__(
-        self,
-        size: int,
-        host: str | None,
-        deadline: Deadline,
-        key: bytes,
-        tls: Tls | None = None,
-        store: Store | None = None,
-        has_secret: bool = False,
-    ) -> None:
+    def __init__(self, world: World, deadline: Deadline, key: bytes) -> None:
         self.refusal: str | None = None
         self._began = time.monotonic()
-        self._host = host
-        self._store = store
-        self._has_secret = has_secret
-        self._has_tls = tls is not None
+        self._world = world
         self.session = secrets.token_hex(16)
-        self._size = size
         self._deadline = deadline
         self._links: dict[int, Link] = {}
         self._ranks: dict[Link, int] = {}
@@ -128,20 +117,33 @@ class Hub:
         self._circles = Circles()
         self._looked_at = -math.inf
         self._exchanges: dict[tuple[str, str], _Exchange] = {}
+        host = world.own_host
         try:
-            listening, self.address = listen(host)
+            listening, self.address = listen(host, world.ports)
         except OSError as error:
             raise RendezvousError(
                 f"rendezvous: rank 0 cannot listen on {host}: {error}. The address must be one "
                 "of this host: set COLLECTIVE_INTERFACE to the interface that the other hosts "
                 "reach (`collective doctor` lists the interfaces)."
             ) from error
-        self._server = Server(listening, key, self, tls)
-        threading.Thread(target=self._server.run, name="collective-hub", daemon=True).start()
+        self._server = Server(listening, key, self, world.tls)
+        self._without_rank_0 = threading.Event()
+        self._thread = threading.Thread(target=self._server.run, name="collective-hub", daemon=True)
+        self._thread.start()
 
     def give_up(self) -> None:
         """End the roll call, because rank 0 no longer waits for it."""
         self._deadline = Deadline(0.0)
+
+    def await_goodbye(self) -> None:
+        """Return when the hub has passed on all that rank 0 has said, or time is up.
+
+        Rank 0 calls this after its goodbye. Its process may end then, and this thread with it. The
+        other ranks must learn before why rank 0 has broken a communicator.
+        """
+        # A finalizer may run in the hub's own thread. A forked child has no such thread.
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
+            self._without_rank_0.wait(_GOODBYE_S)
 
     # -- for the server's thread ----------------------------------------------------------
 
@@ -180,22 +182,25 @@ class Hub:
             # Before the roll call is complete no rank has met this one. It may connect again; if
             # it does not, the roll call reports it as missing.
             if self._complete:
-                self._tell(list(self._links), {"kind": "lost", "rank": rank, "why": why})
+                self._tell(self._links, {"kind": "lost", "rank": rank, "why": why})
 
     # -- the roll call --------------------------------------------------------------------
 
     def _enrol(self, link: Link, about: Message) -> None:
         rank, size, host = about["rank"], about["size"], about["host"]
-        if size == self._size and not 0 <= rank < size:
+        expected = self._world.size
+        if size == expected and not 0 <= rank < size:
             self._refuse(
                 f"a process on {host} says that it is rank {rank} of {size}. Ranks count from 0 to "
                 f"{size - 1} (RANK)"
             )
-        elif size != self._size:
+        elif size != expected:
             self._refuse(
-                f"rank 0 was started with size {self._size}, but rank {rank} on {host} with size "
+                f"rank 0 was started with size {expected}, but rank {rank} on {host} with size "
                 f"{size}. Every rank needs the same size (WORLD_SIZE)"
             )
+        elif (difference := self._other_ports(about)) is not None:
+            self._refuse(difference)
         elif rank in self._links:
             self._refuse(
                 f"two processes say that they are rank {rank}, one on {self._about[rank]['host']} "
@@ -203,29 +208,44 @@ class Hub:
             )
         else:
             self._links[rank], self._about[rank], self._ranks[link] = link, about, rank
-            if len(self._links) == self._size:
+            if len(self._links) == size:
                 self._complete = True
                 # No other rank will come. If a later launch uses the same store again, a rank may
                 # read this hub's address there by mistake; its connection must then fail.
                 self._server.stop_listening()
-                enrolments = [self._about[number] for number in range(self._size)]
+                enrolments = [self._about[number] for number in range(size)]
                 answer: Message = {"kind": "complete", "session": self.session}
                 answer["hosts"] = [enrolment["host"] for enrolment in enrolments]
                 answer["processes"] = [
                     str(enrolment.get("process", "")) for enrolment in enrolments
                 ]
                 answer["contacts"] = [str(enrolment.get("contact", "")) for enrolment in enrolments]
-                self._tell(range(self._size), answer)
+                self._tell(range(size), answer)
+
+    def _other_ports(self, about: Message) -> str | None:
+        """Return the text of a refusal if a rank may listen at other ports than rank 0."""
+        world = self._world
+        own, other = str(world.ports or ""), str(about.get("ports", ""))
+        if own == other or world.own_host is None:
+            return None
+        return (
+            f"rank 0 on {world.host} listens at {_ports(own)}, but rank {about['rank']} on "
+            f"{about['host']} at {_ports(other)}. A firewall opens one range of ports: set the "
+            "same COLLECTIVE_PORT on every rank"
+        )
 
     def _missing(self) -> str:
         """Return a text that names the ranks that have not enrolled, and the likely reason."""
-        ranks = sorted(set(range(self._size)) - set(self._links))
+        world = self._world
+        ranks = sorted(set(range(world.size)) - set(self._links))
         # Without a length, the deadline has replaced another one: rank 0 has given up.
         seconds = self._deadline.seconds or time.monotonic() - self._began
-        where = "" if self._store is None else f" at {self._store}"
         has = "has" if len(ranks) == 1 else "have"
-        text = f"after {seconds:.3g} s {name_ranks(ranks)} of {self._size} {has} not joined{where}"
-        refusals = None if self._store is None else self._store.refusals()
+        text = (
+            f"after {seconds:.3g} s {name_ranks(ranks)} of {world.size} {has} not joined at "
+            f"{world.store}"
+        )
+        refusals = world.store.refusals()
         mistaken, refused = Counter(self._server.mistaken), Counter(self._server.refused)
         if refusals is not None:
             mistaken.update(refusals[0])
@@ -233,37 +253,38 @@ class Hub:
         if mistaken:
             were = "was" if sum(mistaken.values()) == 1 else "were"
             text += f"; {_listed(mistaken)} {were} refused because their secret differs"
-            if self._has_secret:
+            if world.secret is not None:
                 text += f". {COMPARE}"
             else:
-                text += ": this rank has none. Set COLLECTIVE_SECRET_FILE on all hosts, or on none"
+                text += ": this rank has none. Set COLLECTIVE_SECRET on all hosts, or on none"
         if refused:
             text += f"; {_listed(refused)} did not prove knowledge of this job's key"
-            if self._has_tls:
-                text += ", such as ranks with other certificates, or none (COLLECTIVE_TLS_…)"
+            if world.tls is not None:
+                text += ", such as ranks with other certificates, or none (COLLECTIVE_TLS)"
         if self._server.scarce:
             text += f"; rank 0 could not accept them: {self._server.scarce}. {RAISE_THE_LIMIT}"
         elif not mistaken and not refused:
             text += "; no other connection came. Check that every rank was started"
-            if self._host is not None and refusals is not None:
+            if world.own_host is not None and refusals is not None:
                 # A rank with another secret would have connected, and been refused.
                 text += (
                     " in this time (COLLECTIVE_START_TIMEOUT), that all ranks have this address, "
-                    f"and that no firewall blocks {self._host}"
+                    f"and that no firewall blocks {world.own_host}"
                 )
-            elif self._host is not None and self._has_secret:
+            elif world.own_host is not None and world.secret is not None:
                 text += (
                     ", that all ranks have the same secret, and that no firewall blocks "
-                    f"{self._host}. {COMPARE}"
+                    f"{world.own_host}. {COMPARE}"
                 )
-            elif self._host is not None:
-                text += f", that no rank has a secret, and that no firewall blocks {self._host}"
+            elif world.own_host is not None:
+                text += f", that no rank has a secret, and that no firewall blocks {world.own_host}"
         return text
 
     def _refuse(self, why: str) -> None:
         """End the roll call without success, and tell every peer that knows the key."""
         self.refusal = why
-        for link in self._server.peers:
+        # The rank of this process hears it last: its program may end the process then.
+        for link in sorted(self._server.peers, key=lambda link: self._ranks.get(link) == 0):
             with contextlib.suppress(OSError):
                 link.send({"kind": "refused", "why": why})
         self._over = True
@@ -282,8 +303,11 @@ class Hub:
             if channel not in self._checks:
                 self._checks[channel] = _StallCheck(members, Deadline(_CHECK_S))
                 self._tell(members, {"kind": "report", "channel": channel})
+            stall_check = self._checks[channel]
+            if message["within"] is not None:
+                stall_check.deadline = stall_check.deadline.within(message["within"])
             if message["asks"] is not None:
-                self._checks[channel].askers[rank] = message["asks"]
+                stall_check.askers[rank] = message["asks"]
         elif kind == "waits":
             self._waits[rank] = message
             self._look_for_circles()
@@ -364,14 +388,21 @@ class Hub:
         if link in self._server.peers:
             self._server.drop(link)
         self._over = self._complete and not self._links
+        if rank == 0:
+            self._without_rank_0.set()
 
     def _tell(self, ranks: Iterable[int], message: Message) -> None:
         data = encoded(message)
-        for rank in ranks:
+        # The rank of this process hears it last: its program may end the process then.
+        for rank in sorted(ranks, key=lambda each: each == 0):
             if rank in self._links:
                 # A rank that cannot be reached has gone; the server notices that on its link.
                 with contextlib.suppress(OSError):
                     self._links[rank].write(data)
+
+
+def _ports(text: str) -> str:
+    return f"COLLECTIVE_PORT={text}" if text else "any ports (COLLECTIVE_PORT is not set)"
 
 
 def _listed(connections: Mapping[str, int]) -> str:

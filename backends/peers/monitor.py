@@ -13,6 +13,16 @@ different calls get ``MismatchError``. When a deadline passes, the error can nam
 not come and the last call of that rank.
 """
 
+# When rank 0 dies, its link to every rank ends without a goodbye: then rank 0 is lost, unless it
+# had left the communicator before. From then on a rank that waits looks at the others in place of
+# the hub: at the processes of its own host by their numbers (RankProcess), and at those of other
+# hosts by their standbys, whose port refuses once the process has ended. The roll call brings the
+# addresses of both, so rank 0 may die together with another rank. Without a standby a death on
+# another host is noticed only by the engine or the deadline.
+#
+# The launcher may count a rank as lost before any connection ends: its host is cut off. The store
+# carries that word (Store.announced), and every wait looks for it.
+
 from __future__ import annotations
 
 import contextlib
@@ -26,18 +36,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
 from collective.contract.process import RankProcess
-from collective.contract.secret import COMPARE, Secret
-from collective.contract.store import NotPublishedError
+from collective.control.link import KeyDiffersError, Link, Message, ProofError, connect, parse
+from collective.control.secret import COMPARE, Secret
+from collective.control.store import NotPublishedError
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
-from .channel import WORLD, Channel
+from .channel import WORLD, Channel, Unclosed, tell_dropped
 from .hub import Hub
-from .link import KeyDiffersError, Link, Message, ProofError, connect, parse
-from .messages import FROM_HUB, check
-from .reports import make_report
+from .messages import FROM_HUB, check, make_report
 from .standby import Standby
-from .unclosed import Unclosed, tell_dropped
 
 if TYPE_CHECKING:
     from collective.contract.world import World
@@ -77,6 +85,7 @@ class Monitor:
         secret: Secret,
         processes: Sequence[RankProcess | None] = (),
         standby: Standby | None = None,
+        hub: Hub | None = None,
     ) -> None:
         self.rank = world.rank
         self.size = world.size
@@ -88,6 +97,7 @@ class Monitor:
         self.standby = standby
         self._looked_at = 0.0
         self._link: Link | None = link
+        self._hub = hub  # of this process
         self._channels: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
         # Messages about communicators that this rank has not made yet.
         self._early: dict[str, list[Message]] = {}
@@ -97,7 +107,7 @@ class Monitor:
         # The finalizer runs once the program has dropped the last of the monitor's communicators
         # without closing it.
         self._unclosed: Unclosed = {}
-        drop = weakref.finalize(self, _drop, link, self._unclosed, os.getpid())
+        drop = weakref.finalize(self, _drop, link, self._unclosed, os.getpid(), hub)
         drop.atexit = False
         self.channel = Channel(self, WORLD, tuple(range(world.size)))
         threading.Thread(
@@ -114,14 +124,11 @@ class Monitor:
                 ranks.
         """
         if world.rank == 0:
-            alone = world.local_size == world.size
             key = _derived(world) or secrets.token_bytes(32)
-            address = None if alone else world.address
-            has_secret = world.secret is not None
-            hub = Hub(world.size, address, deadline, key, world.tls, world.store, has_secret)
+            hub = Hub(world, deadline, key)
             world.store.set(_KEY, _published(world, hub.address, key))
             try:
-                return cls(world, *_join_own(world, hub, key, deadline))
+                return cls(world, *_join_own(world, hub, key, deadline), hub)
             except BaseException:
                 hub.give_up()
                 raise
@@ -189,7 +196,10 @@ class Monitor:
         with self._lock:
             link, self._link = self._link, None
         if link is not None:
-            _say_goodbye(link)
+            _say_goodbye(link, self._hub)
+        # The store of the next generations closes the standby, unless the ranks failed to connect.
+        if self.standby is not None and not self.standby.lasts:
+            self.standby.close()
 
     def _enter(self, channel: Channel) -> None:
         with self._lock:
@@ -342,6 +352,7 @@ def _join(world: World, address: str, key: bytes, deadline: Deadline) -> _Joined
         standby = Standby.of(world)
         here = {"rank": world.rank, "size": world.size, "host": world.host}
         here["contact"] = "" if standby is None else standby.address
+        here["ports"] = str(world.ports or "")
         link.send({"kind": "here", **here, "process": str(RankProcess.own())})
         answer = _answer(world, link, deadline)
         if check(answer, FROM_HUB) == "complete" and len(answer["hosts"]) == world.size:
@@ -379,18 +390,20 @@ def _answer(world: World, link: Link, deadline: Deadline) -> Message:
         world.store.check()
 
 
-def _say_goodbye(link: Link) -> None:
+def _say_goodbye(link: Link, hub: Hub | None) -> None:
     with contextlib.suppress(OSError):
         link.send({"kind": "bye"})
     link.close()
+    if hub is not None:
+        hub.await_goodbye()
 
 
-def _drop(link: Link, unclosed: Unclosed, owner: int) -> None:
+def _drop(link: Link, unclosed: Unclosed, owner: int, hub: Hub | None) -> None:
     # Finalizers run in no particular order, so those of the channels may not have run yet.
     tell_dropped(link, unclosed, list(unclosed), owner)
     # A forked child shares the connection with its parent, which would lose it.
     if os.getpid() == owner:
-        _say_goodbye(link)
+        _say_goodbye(link, hub)
 
 
 def _refused(world: World, why: str) -> RendezvousError:

@@ -8,8 +8,8 @@ not be made again with another outcome.
 
 *Which rank serves.* A rank goes on to the next server only if the last server's process has
 certainly ended. The proof is that the kernel of that host refuses a connection to the process's
-socket. The process had this socket open from the roll call until it ended or closed its
-communicator.
+socket, or that a listener with another key answers, which has got the port since. The process had
+the socket open from the roll call until it ended or closed its communicator.
 A timeout proves nothing, so no rank goes on after a timeout. Therefore a host that is cut off, or
 has lost its power, leaves the other ranks without a store. So all ranks that ask either ask the
 same server or a server that has ended.
@@ -35,19 +35,21 @@ from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from collective.contract.store import Store
+from collective.control.link import AnotherKeyError, Link, Message, Tls, connect, listen
+from collective.control.ports import Ports
+from collective.control.server import RefusedError, Server, Values, ask
+from collective.control.store import Store
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
-from .link import Link, Message, connect, listen
-from .server import Server
-from .values import RefusedError, Values, ask
-
 if TYPE_CHECKING:
-    from collective.contract.world import Tls, World
+    from collective.contract.world import World
 
 __all__ = ["LastingStore", "Standby"]
 
+# Errors of a connection to a standby that is gone: nobody listens at its port, or another listener
+# has got the port, as happens soon if the ranks may use only a few (COLLECTIVE_PORT).
+_GONE = (ConnectionRefusedError, AnotherKeyError)
 # How long a living rank may take to report what it knows, and the new server to answer.
 _TELL_S, _ANSWER_S = 20.0, 30.0
 # Timeout of a connection; time between two checks whether a process has ended; and pause before a
@@ -70,15 +72,21 @@ class Standby:
         host: an address of this host to which ranks of other hosts can connect; None if all ranks
             are on this host.
         tls: TLS contexts for connections between hosts, or None.
+        ports: ports at which this rank may listen; None for any.
 
     Attributes:
-        address: address of the socket, for :func:`.link.connect`.
+        address: address of the socket, for :func:`collective.control.link.connect`.
+        lasts: whether a store of :meth:`lasting` uses this standby, and closes it.
     """
 
-    def __init__(self, rank: int, host: str | None, tls: Tls | None) -> None:
+    lasts = False
+
+    def __init__(
+        self, rank: int, host: str | None, tls: Tls | None, ports: Ports | None = None
+    ) -> None:
         self._rank = rank
         self._tls = tls
-        self._listening, self.address = listen(host)
+        self._listening, self.address = listen(host, ports)
         self._contacts: Sequence[str] = ()
         self._key = b""
         self._thread: threading.Thread | None = None
@@ -99,8 +107,7 @@ class Standby:
         """Return this rank's standby; None where the store outlives every rank anyway."""
         if world.size == 1 or not world.store.served_by_rank:
             return None
-        alone = world.local_size == world.size
-        return cls(world.rank, None if alone else world.address, world.tls)
+        return cls(world.rank, world.own_host, world.tls, world.ports)
 
     def begin(self, contacts: Sequence[str], key: bytes) -> None:
         """Serve the socket, now that this rank has the addresses of the other ranks.
@@ -129,6 +136,7 @@ class Standby:
 
     def lasting(self, store: Store) -> LastingStore:
         """Return a store like ``store`` that other ranks serve when its server has ended."""
+        self.lasts = True
         return LastingStore(store, self)
 
     @property
@@ -161,7 +169,8 @@ class Standby:
         """Return a connection to a rank's standby.
 
         Raises:
-            ConnectionRefusedError: the rank's process has ended, or has closed its standby.
+            ConnectionRefusedError, AnotherKeyError: the rank's process has ended, or has closed
+                its standby.
             OSError: the standby cannot be reached.
         """
         return connect(self._contacts[rank], self._key, Deadline(seconds), self._tls)
@@ -173,7 +182,7 @@ class Standby:
             self._looked[rank] = now
             try:
                 self.link(rank, _TRY_S).close()
-            except ConnectionRefusedError:
+            except _GONE:
                 self._ended.add(rank)
             except (EOFError, OSError):
                 # This proves nothing: a host that is cut off does not answer, either.
@@ -194,17 +203,10 @@ class Standby:
             RendezvousError: a lower rank may still live, or a living rank does not report.
         """
         for rank in range(self._rank):
-            try:
-                self.link(rank).close()
-            except ConnectionRefusedError:
-                continue
-            except (EOFError, OSError) as error:
-                if _ends(partial(self._has_ended_now, rank)):
-                    continue
-                raise RendezvousError(
-                    f"rank {rank} cannot be reached, and may still live: {error}"
-                ) from error
-            raise RendezvousError(f"rank {rank} lives, and serves before rank {self._rank}")
+            link = self._link_to_living(rank)
+            if link is not None:
+                link.close()
+                raise RendezvousError(f"rank {rank} lives, and serves before rank {self._rank}")
         known, written = self.report(self._rank)
         for rank in range(self._rank + 1, self.size):
             if rank not in self._out:
@@ -213,17 +215,28 @@ class Standby:
                 written.update(more[1])
         return {**known, **written}
 
-    def _asked(self, rank: int) -> tuple[dict[str, str], dict[str, str]]:
+    def _link_to_living(self, rank: int) -> Link | None:
+        """Return a connection to a rank's standby; None if the rank's process has ended.
+
+        Raises:
+            RendezvousError: the standby cannot be reached, and its rank may still live.
+        """
         try:
-            link = self.link(rank)
-        except ConnectionRefusedError:
-            return {}, {}
+            return self.link(rank)
+        except _GONE:
+            return None
         except (EOFError, OSError) as error:
             if _ends(partial(self._has_ended_now, rank)):
-                return {}, {}
+                return None
             raise RendezvousError(
                 f"rank {rank} cannot be reached, and may still live: {error}"
             ) from error
+
+    def _asked(self, rank: int) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the values that a rank reports; none if the rank's process has ended."""
+        link = self._link_to_living(rank)
+        if link is None:
+            return {}, {}
         try:
             link.send({"kind": "tell", "server": self._rank})
             answer = link.expect(Deadline(_TELL_S))
@@ -396,7 +409,7 @@ class LastingStore(Store):
                     self._drop()
                     self._link, self._linked = self._standby.link(server), server
                 return ask(self._link, kind, key, value, deadline)
-            except ConnectionRefusedError:
+            except _GONE:
                 raise _EndedError from None
             except (EOFError, ConnectionError):
                 # Either the server has just ended, which the next attempt tells, or only the

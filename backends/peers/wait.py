@@ -4,52 +4,37 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING
 
+from collective.contract.mail import progress_all
 from collective.contract.stalls import look
 from collective.contract.waits import Caller
 from collective.deadline import Deadline
 
-__all__ = ["SLICE_S", "Running", "Wait"]
+if TYPE_CHECKING:
+    from .channel import Channel
+
+__all__ = ["SLICE_S", "Running", "Wait", "asks_at"]
 
 #: Longest time that a wait blocks between two checks.
 SLICE_S = 0.1
+# The same while posted messages are in flight, which the waits move.
+_BUSY_S = 1e-3
 # How long a call waits until the hub compares the ranks' recorders, and until it compares again.
 _STALL_S = 1.0
+# How long before its deadline a call asks which ranks are late, at most, and as a share of the time
+# that the wait has. The hub answers at once if all ranks report, and otherwise half a second later.
+_ASK_S, _ASK_SHARE = 0.6, 0.5
 # Turns of a wait between two checks for news from the monitor (a power of two), and turns before
 # the wait sleeps. Until then it yields its core after each poll.
 _SPINS, _YIELDS = 16, 2000
 _SLEEP_FIRST_S, _SLEEP_LAST_S = 20e-6, 1e-3
 
 
-class Waited(Protocol):
-    """The part of a channel that a wait uses; see :mod:`.channel`."""
-
-    @property
-    def _shown(self) -> weakref.WeakSet[Running]: ...
-
-    def check(
-        self,
-        where: object,
-        awaited: Sequence[int] | None = None,
-        any_of: bool = False,
-        sequence: int | None = None,
-    ) -> None: ...
-
-    def refuse_closed(self, where: object) -> None: ...
-
-    def compare(self) -> None: ...
-
-    def give_up(
-        self,
-        where: object,
-        deadline: Deadline,
-        awaited: Sequence[int] | None,
-        sequence: int | None = None,
-        who: Caller | None = None,
-    ) -> NoReturn: ...
+def asks_at(seconds: float) -> float:
+    """Return how long before its deadline a call of so many seconds asks which ranks are late."""
+    return min(_ASK_S, _ASK_SHARE * seconds)
 
 
 class Running:
@@ -78,6 +63,8 @@ class Wait(Running):
 
     __slots__ = (
         "_any_of",
+        "_asked",
+        "_asks_at",
         "_channel",
         "_deadline",
         "_pause",
@@ -89,7 +76,7 @@ class Wait(Running):
 
     def __init__(
         self,
-        channel: Waited,
+        channel: Channel,
         where: object,
         deadline: Deadline,
         awaited: Sequence[int] | None,
@@ -104,6 +91,10 @@ class Wait(Running):
         self._any_of = any_of
         self._channel = channel
         self._until_compared = Deadline(_STALL_S)
+        # Seconds before the deadline at which this call asks, and the channel's number of answers
+        # then; None before.
+        self._asks_at = asks_at(deadline.left())
+        self._asked: int | None = None
         self._turns = 0
         self._pause = _SLEEP_FIRST_S
 
@@ -114,15 +105,20 @@ class Wait(Running):
             # A check costs more than a poll, and the monitor seldom has news.
             if turns & _SPINS - 1 == 0:
                 self.check()
+                progress_all()
             os.sched_yield()
             return
         self.check()
+        progress_all()
         time.sleep(self._pause)
         self._pause = min(1.1 * self._pause, _SLEEP_LAST_S)
 
     def slice(self) -> float:
         """Return the seconds to block until the next :meth:`check`."""
-        return self._deadline.at_most(SLICE_S)
+        left = self._deadline.left()
+        if self._asked is None and left > self._asks_at:
+            left -= self._asks_at
+        return min(_BUSY_S if progress_all() else SLICE_S, left)
 
     def check(self) -> None:
         """Raise if there is a reason to; once a second have the hub compare the recorders."""
@@ -133,7 +129,14 @@ class Wait(Running):
             self._shown = True
             channel._shown.add(self)
         if self._deadline.expired:
-            channel.give_up(self.where, self._deadline, self.awaited, self._sequence, self.who)
+            channel.give_up(
+                self.where, self._deadline, self.awaited, self._sequence, self.who, self._asked
+            )
+        if self._asked is None and (left := self._deadline.left()) <= self._asks_at:
+            self._asked = channel.answers
+            channel.ask(self.awaited, left)
+        if channel.whole is not None:
+            channel.whole.ask_in_time(self._deadline)
         if self._until_compared.expired:
             self._until_compared = Deadline(_STALL_S)
             channel.compare()

@@ -1,4 +1,4 @@
-"""Notices of the ranks of one segment: each rank describes the call in which it waits."""
+"""Notices of the ranks of one segment: waits, descriptions of calls, and reports of failures."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Board:
         self._versions = [(1 + each) * LINE + word for each in range(len(notices))]
         self._version = 0
 
-    def post(self, notice: Any) -> None:
-        """Replace this rank's notice; keep the old one if the new one is too long."""
+    def post(self, notice: Any) -> bool:
+        """Replace this rank's notice; keep the old one, and return False, if this is too long."""
         raw = json.dumps(notice).encode()
         if len(raw) >= self._nbytes:
-            return
+            return False
         at = self._notices[self._rank]
         # The version is odd while the notice is written. A peer that reads the notice meanwhile
         # sees an odd version, or different versions before and after its read.
@@ -52,6 +52,7 @@ class Board:
         fence()
         self._version += 2
         self._words[self._versions[self._rank]] = self._version
+        return True
 
     def read(self) -> dict[int, Any]:
         """Return the notices by rank, except those that are damaged or being written."""

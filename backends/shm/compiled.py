@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from collective import native
 from collective.algorithms import arithmetic
+from collective.backends.mail import CompiledMail
+from collective.backends.matching import exchange_in_c
 from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 
 from .control import Control, description
 from .layout import LINE
-from .memory import Heap, PeerMemory
+from .memory import Heap
 from .messages import describe, wait_for_message
 from .ring import refuse
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collective.contract.backend import Plan
     from collective.request import Request
 
-__all__ = ["Compiled", "exchange_bytes", "make_exchange"]
+__all__ = ["Compiled", "exchange_bytes", "make_exchange", "make_mail"]
 
 # Number of C's polls of a word, 10 to 40 ns each, before it yields the processor. If each rank has
 # its own core, C polls for some microseconds. If a peer needs the core, it polls for a moment only.
@@ -65,7 +66,7 @@ class Compiled:
 
     Args:
         control, heap: those of this rank.
-        crowded: whether any rank reports more ranks than cores.
+        crowded: whether some rank sees more ranks than cores.
         single_copy: whether all ranks can read each other's memory through the kernel.
         cached: bytes of a call's arrays that the last cache holds.
     """
@@ -73,7 +74,7 @@ class Compiled:
     def __init__(
         self, control: Control, heap: Heap, crowded: bool, single_copy: bool, cached: int
     ) -> None:
-        looks = _LOOKS_CROWDED if control.crowded else _LOOKS
+        looks = _LOOKS_CROWDED if crowded else _LOOKS
         shared = native.shared(
             control.segment.map, control.rank, control.size, 8 * LINE,
             control.layout.calls[control.rank], control.layout.areas, control.layout.area_bytes,
@@ -117,13 +118,11 @@ class Compiled:
             number, request.digest, request.root or 0, elements, fold, code, mean, request,
             description(request), _apart,
         )  # fmt: skip
-        if scale is not None:
-            return partial(_scaled, scale, plan)
+        finish = None
         if dtype is not None and operation == "scan" and self._rank == 0:
             # C does this to the result of a fold. Rank 0 has a single value and no fold.
             finish = arithmetic.post(request.op, dtype, 1)
-            return plan if finish is None else partial(_finished, finish, plan)
-        return plan
+        return arithmetic.around(plan, scale, finish)
 
     def _stages(self, operation: str, nbytes: int) -> bool:
         if not self._single_copy:
@@ -136,24 +135,6 @@ class Compiled:
             return True
         # A single copy leaves more room in the caches, as long as they hold parts of the arrays.
         return nbytes * arrays[operation] >= self._cached
-
-
-def _scaled(
-    scale: Callable[..., Any], plan: Plan, src: Buffer, dst: Buffer | None, deadline: Deadline
-) -> None:
-    """Make a reduction, and multiply the inputs before the fold."""
-    scaled = Buffer(np.empty_like(src.array), src.dtype)
-    with np.errstate(all="ignore"):
-        scale(src.array, scaled.array)
-    plan(scaled, dst, deadline)
-
-
-def _finished(
-    finish: Callable[..., Any], plan: Plan, src: Buffer, dst: Buffer, deadline: Deadline
-) -> None:
-    """Make a reduction of a single value, and finish the result in Python."""
-    plan(src, dst, deadline)
-    finish(dst.array, dst.array)
 
 
 def _apart(
@@ -233,9 +214,7 @@ class _ControlCallbacks:
 # -- messages -------------------------------------------------------------------------------
 
 
-def make_exchange(
-    control: Control, peers: PeerMemory, crowded: bool, single_copy: bool
-) -> native.Exchange:
+def make_exchange(control: Control, crowded: bool, single_copy: bool) -> native.Exchange:
     """Return a function that sends and receives over the rings of ``control``'s segment.
 
     A message goes through a ring. If both ends have a core, the copies into the ring and out of it
@@ -247,10 +226,15 @@ def make_exchange(
     streamed = layout.ring_bytes if crowded else sys.maxsize
     exchange = native.messages(
         control.segment.map, control.rank, control.size, layout.rings, layout.ring_bytes, streamed,
-        _RING_LOOKS, single_copy, _MessageCallbacks(control, peers), 8 * LINE,
+        _RING_LOOKS, single_copy, _MessageCallbacks(control), 8 * LINE,
     )  # fmt: skip
     assert exchange is not None  # the transport calls this only if all ranks have the core
     return exchange
+
+
+def make_mail(exchange: native.Exchange, control: Control) -> CompiledMail:
+    """Return the posted messages beside those of :func:`make_exchange`."""
+    return CompiledMail(exchange, _MessageCallbacks(control), control.refuse_broken)
 
 
 def exchange_bytes(
@@ -263,24 +247,17 @@ def exchange_bytes(
         CollectiveError: some rank has failed.
     """
     x, out = (None if each is None else each.array for each in (src, dst))
-    done = exchange(x, to, out, source, tag, deadline, False)
-    if done is NotImplemented:
-        control.refuse_broken(describe(to, source, tag))
-        # The class of an array may be unknown to C, such as np.memmap. A plain view may do.
-        x, out = (None if each is None else each.view(np.uint8, np.ndarray) for each in (x, out))
-        done = exchange(x, to, out, source, tag, deadline, False)
-        if done is NotImplemented:
-            control.refuse_broken(describe(to, source, tag))
-            raise TypeError(f"{type(src)}, {type(dst)}: C cannot access the memory of an array")
-    return int(done)
+    return exchange_in_c(
+        exchange, x, to, out, source, tag, deadline,
+        lambda: control.refuse_broken(describe(to, source, tag)),
+    )  # fmt: skip
 
 
 class _MessageCallbacks:
     """Methods that a message in C calls when it cannot go on by itself."""
 
-    def __init__(self, control: Control, peers: PeerMemory) -> None:
+    def __init__(self, control: Control) -> None:
         self._control = control
-        self._peers = peers
 
     def wait(
         self,
@@ -295,7 +272,7 @@ class _MessageCallbacks:
 
     def fetch(self, rank: int, address: int, out: Any, tag: int) -> None:
         """Copy the rest of a message from the sender's memory."""
-        self._peers.fetch(rank, address, np.frombuffer(out, np.uint8))
+        self._control.fetch(rank, address, np.frombuffer(out, np.uint8))
         # The sender does not change the memory until the receiver has read it, or until the sender
         # gives up. In the second case the sender breaks the communicator before it changes
         # anything. So if the communicator is not broken now, the copy is valid.
@@ -305,6 +282,6 @@ class _MessageCallbacks:
         """Raise an error, since an array of the running message has got other memory."""
         self._control.refuse_moved(describe(to, source, tag))
 
-    def refuse(self, rank: int, what: str) -> None:
+    def refuse(self, rank: int, what: str, to: int, source: int, tag: int) -> None:
         """Break the communicator."""
         refuse(self._control, rank, what)

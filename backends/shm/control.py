@@ -11,8 +11,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
+
 from collective import native
 from collective.contract.failure import Failure
+from collective.contract.mail import progress_all
 from collective.contract.stalls import look
 from collective.contract.waits import (
     CLOSED,
@@ -30,15 +33,16 @@ from collective.contract.waits import (
 )
 from collective.deadline import Deadline
 from collective.errors import BackendError, RendezvousError, UnsupportedError
-from collective.platform import usable_cores
+from collective.platform import read_process
 from collective.request import Disagreement, Request
 
 from .board import Board
-from .failures import Reports
+from .failures import cause, report
 from .fence import ORDERED, fence
 from .layout import (
     CALL_BYTES,
     CALLS,
+    FAILURE_BYTES,
     LINE,
     NOTICE_BYTES,
     PAYLOAD_BYTES,
@@ -47,7 +51,9 @@ from .layout import (
 )
 from .segment import Segment
 
-__all__ = ["BROKEN", "Control", "description"]
+__all__ = ["BROKEN", "POLLS_CROWDED", "Control", "address_of", "description"]
+
+Array = np.ndarray[Any, Any]
 
 # Words of a rank's line. A fast peer may be one step ahead, and write while this rank still reads
 # the words of the step before. So digest and location have two places, for even and odd steps.
@@ -60,7 +66,7 @@ _ASLEEP = 3
 _LOCATION = 8  # + 8 * parity: of src: segment, offset, address; the same of dst
 _WAITING = 24
 _STATE, _PID, _LAST_CALL, _PAYLOAD_LENGTH = range(32, 36)
-_FAILED_AT, _FAILURE_LENGTH, _NOTICE, _DESCRIBED = range(36, 40)
+_FAILURE, _NOTICE, _DESCRIBED = 36, 38, 39
 #: The first word of the segment: not 0 when some rank has failed.
 BROKEN = 0
 # The second word: a random number that rank 0 draws for the ranks of this segment.
@@ -73,10 +79,11 @@ _JOINED, _LEFT, _DROPPED = 1, 2, 3
 _GONE = {_LEFT: CLOSED, _DROPPED: DROPPED}
 
 # A wait polls, then yields the processor, then sleeps ever longer. Polling suits a peer on another
-# core. With more ranks than cores it would keep the peer from running, so the wait yields the
-# processor almost at once.
+# core.
 _POLLS = 200
-_POLLS_CROWDED = 20
+#: Number of polls of a wait if there are more ranks than cores: polling would keep the peer from
+#: running, so the wait yields the processor almost at once.
+POLLS_CROWDED = 20
 _YIELD_S = 0.002
 # A nap lasts a twentieth of the wait so far, so a late wake-up costs no more than that. A rank that
 # announces something wakes the ranks that nap. A rank sleeps until the end of its nap if there is
@@ -93,22 +100,30 @@ _STALL_S = 1.0
 _LONGEST_PAYLOAD = 1 << 30
 
 
+def address_of(array: Array) -> int:
+    """Return the address of the first element of ``array``."""
+    return int(array.__array_interface__["data"][0])
+
+
 class Control:
     """Control segment as one rank sees it.
 
     Attributes:
         request: the call that began last.
-        crowded: whether there are more ranks than cores.
+        meeting: number common to the ranks that joined this segment; see :attr:`Backend.meeting`.
+        notices: board on which the ranks describe the calls in which they wait.
         words: the segment as 64-bit words.
         polls: number of polls of a wait before it yields the processor.
         yield_s: seconds for which a wait then yields the processor, before it sleeps.
+        while_waiting: function of the deadline that each longer wait calls again and again.
     """
 
-    def __init__(self, segment: Segment, rank: int, size: int) -> None:
+    def __init__(self, segment: Segment, layout: Layout, rank: int) -> None:
         self.rank = rank
-        self.size = size
+        self.size = size = layout.size
         self.segment = segment
-        self.layout = Layout(size)
+        self.layout = layout
+        self.meeting = ""
         self.words = memoryview(segment.map).cast("q")
         self._core: Any = native.chosen.extension
         self._line = (1 + rank) * LINE
@@ -122,51 +137,54 @@ class Control:
         # The waits of this rank that its peers can read, and the board where they read them.
         self.waits: dict[object, Waiting] = {}
         self._waits_lock = threading.Lock()
-        failures = self.layout.failures
-        self._reports = Reports(segment, rank, failures, _FAILED_AT, _FAILURE_LENGTH)
-        self._board = Board(segment.map, rank, self.layout.waits, WAITS_BYTES, _WAITING)
+        self._board = Board(segment.map, rank, layout.waits, WAITS_BYTES, _WAITING)
+        self.notices = Board(segment.map, rank, layout.notices, NOTICE_BYTES, _NOTICE)
+        self._failures = Board(segment.map, rank, layout.failures, FAILURE_BYTES, _FAILURE)
+        self._has_failed = False
+        # A signal handler may abort the communicator while its thread holds this lock.
+        self._failing = threading.RLock()
         # Dropping the communicator does not mean that the process died. The descriptor of the
         # segment, and with it the lock, stays until the peers can read that it was dropped.
         drop = weakref.finalize(self, _drop, segment, self._line + _STATE, os.getpid())
         drop.atexit = False
         self.yield_s = _YIELD_S
-        self.crowded = size > usable_cores()
-        self.polls = _POLLS_CROWDED if self.crowded else _POLLS
+        self.while_waiting: Callable[[Deadline], object] = lambda deadline: None
+        self.polls = _POLLS
 
     # -- life ---------------------------------------------------------------------------
 
     def join(
         self,
         deadline: Deadline,
-        last: Callable[[], None] | None = None,
-        watch: Callable[[Sequence[int]], None] | None = None,
+        watch: Callable[[Sequence[int]], None] = lambda missing: None,
+        last: Callable[[], object] = lambda: None,
     ) -> None:
-        """Announce this process and wait for the others.
+        """Announce this process and wait for the others. Rank 0 announces itself last.
 
         Args:
             deadline: for the whole call.
-            last: if given, this rank announces itself after all other ranks, and calls ``last``
-                before that. At that moment all ranks have arrived, and no rank has gone on.
             watch: called from time to time with the missing ranks; it may raise.
+            last: rank 0 calls it before it announces itself. At that moment all ranks have arrived,
+                and no rank has gone on.
 
         Raises:
             RendezvousError: some ranks did not arrive; the error names them.
         """
+        self.words[self._line + _PID] = os.getpid()
         if self.rank == 0:
             self.words[_TOKEN] = secrets.randbits(63)
-        # Take the lock and write the process number before the state. A peer that sees the state
-        # may use both at once, and takes a free lock for the death of this process.
-        self.segment.lock_alive(self.rank)
-        self.words[self._line + _PID] = os.getpid()
-        if last is not None:
-            others = [r for r in range(self.size) if r != self.rank]
-            self._wait_joined(others, deadline, watch)
+            self._wait_joined(range(1, self.size), deadline, watch)
             last()
+        # Write the process number before the state: a peer that sees the state may use the number
+        # at once. It may test the lock, too, which this process has held since it opened the
+        # segment.
         fence()
         self.words[self._line + _STATE] = _JOINED
-        self._wait_joined(range(self.size), deadline, watch)
+        if self.rank != 0:
+            self._wait_joined(range(self.size), deadline, watch)
         # The processor must not read the numbers and the token before it reads the states.
         fence()
+        self.meeting = f"{self.words[_TOKEN]:016x}"
         # Read the numbers once. A peer that writes another number later must not make this rank
         # read the memory of another process.
         self._pids = pids = [int(self.words[(1 + r) * LINE + _PID]) for r in range(self.size)]
@@ -183,12 +201,11 @@ class Control:
         self,
         ranks: Sequence[int],
         deadline: Deadline,
-        watch: Callable[[Sequence[int]], None] | None,
+        watch: Callable[[Sequence[int]], None],
     ) -> None:
         pause = 0.0005
         while missing := [r for r in ranks if not self.words[(1 + r) * LINE + _STATE]]:
-            if watch is not None:
-                watch(missing)
+            watch(missing)
             if deadline.expired:
                 raise RendezvousError(
                     f"shm: after {deadline.seconds:g} s ranks {missing} of {self.size} have not "
@@ -196,11 +213,6 @@ class Control:
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
-
-    @property
-    def meeting(self) -> str:
-        """Number common to the ranks that joined this segment; see :attr:`Backend.meeting`."""
-        return f"{self.words[_TOKEN]:016x}"
 
     def leave(self) -> None:
         """Tell the peers that this rank has left for good."""
@@ -325,9 +337,48 @@ class Control:
         """
         return (1 + rank) * LINE + _LOCATION + 8 * parity
 
-    def board_of_notices(self) -> Board:
-        """Return the board on which the ranks describe the calls in which they wait."""
-        return Board(self.segment.map, self.rank, self.layout.notices, NOTICE_BYTES, _NOTICE)
+    # -- memory of peers -------------------------------------------------------------------
+
+    def read(self, rank: int, address: int, out: Array) -> bool:
+        """Copy ``out.nbytes`` bytes from ``address`` of ``rank``'s process.
+
+        Returns:
+            False if the kernel refuses, or if that process has not mapped the memory.
+
+        Raises:
+            PeerLostError: the process has ended. If the communicator was broken before, the error
+                is that of the earliest cause.
+        """
+        pid = self.pid(rank)
+        try:
+            if read_process(pid, address, address_of(out), out.nbytes):
+                return True
+            ended = not self.segment.alive(rank)
+        except ProcessLookupError:
+            ended = True  # a process that ends loses its memory some time before its lock
+        if ended:
+            text = f"rank {rank} (pid {pid}) has died (its last call: {self.last_call(rank)})"
+            raise self.broken_by(Failure("lost", self.rank, text, (rank,)), "shm")
+        return False
+
+    def fetch(self, rank: int, address: int, out: Array) -> None:
+        """Copy ``out.nbytes`` bytes from ``address`` of ``rank``'s process, which permits the copy.
+
+        Raises:
+            PeerLostError: the process has ended.
+            CommunicatorAbortedError: the communicator is broken, and the memory is gone.
+            BackendError: the kernel refuses the copy, although it allowed one before.
+        """
+        if self.read(rank, address, out):
+            return
+        self.refuse_broken("shm")  # a rank that has given up may have unmapped its memory
+        text = f"reading {out.nbytes} bytes of rank {rank} (pid {self.pid(rank)}) failed"
+        self.fail(Failure("aborted", self.rank, text))
+        raise BackendError(
+            f"shm: {text} [rank {self.rank}]. Set COLLECTIVE_DISABLE=shm_single_copy to avoid "
+            "this.",
+            "shm",
+        )
 
     # -- waiting --------------------------------------------------------------------------
 
@@ -390,6 +441,7 @@ class Control:
         key = object()
         try:
             while not ready():
+                progress_all()
                 now = time.monotonic()
                 if self.words[BROKEN]:
                     # A peer may have done its part first, and broken the communicator afterwards.
@@ -408,6 +460,7 @@ class Control:
                 if now >= check_at:
                     check_at = now + _CHECK_PEERS_S
                     self._check_peers(ready, awaited, what, all_needed, deadline)
+                    self.while_waiting(deadline)
                     if now >= publish_at:
                         self._publish(key, Waiting.of(what, caller(), awaited()))
                 if now >= look_at:
@@ -549,7 +602,11 @@ class Control:
 
     def fail(self, failure: Failure) -> None:
         """Break the communicator for all ranks; of several failures of a rank the first counts."""
-        self._reports.write(failure)
+        # Several threads of this rank may fail at once, in calls of the foreground and background.
+        with self._failing:
+            if not self._has_failed:
+                self._has_failed = True
+                report(self._failures, failure)
         fence()
         # Write the flag last: a rank that sees the flag looks for a cause, and must find one.
         self.words[BROKEN] = 1
@@ -582,11 +639,7 @@ class Control:
         Raises:
             CommunicatorAbortedError: always, unless the communicator was broken before.
         """
-        text = (
-            f"other code of rank {self.rank} resized or moved an array of this call while the call "
-            "was waiting. Change the memory of an array only when its calls are over"
-        )
-        raise self.broken_by(Failure("aborted", self.rank, text), what)
+        raise self.broken_by(Failure.moved(self.rank), what)
 
     def refuse_broken(self, what: object) -> None:
         """Raise if the communicator is broken.
@@ -615,7 +668,7 @@ class Control:
     def failure(self, what: object) -> Exception:
         """Return the error for a call on the broken communicator: the earliest cause."""
         fence()  # read the reports after the flag, in the opposite order of fail()
-        return self._reports.cause().error(str(what), self.rank)
+        return cause(self._failures, self.rank).error(str(what), self.rank)
 
 
 def _drop(segment: Segment, state: int, owner: int) -> None:

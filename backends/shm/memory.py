@@ -11,23 +11,17 @@ from typing import Any
 import numpy as np
 
 from collective.backends.onesided import Region
-from collective.contract.failure import Failure
 from collective.deadline import Deadline
-from collective.errors import AllocationError, BackendError
-from collective.platform import SHARED_MEMORY, descriptor_path, read_process
+from collective.errors import AllocationError
+from collective.platform import SHARED_MEMORY, descriptor_path
 
-from .control import Control
+from .control import Control, address_of
 from .segment import Segment, map_shared
 
-__all__ = ["Heap", "PeerMemory", "RemoteRegion", "address_of"]
+__all__ = ["Heap", "RemoteRegion"]
 
 Array = np.ndarray[Any, Any]
 _PAGE = 4096
-
-
-def address_of(array: Array) -> int:
-    """Return the address of the first element of ``array``."""
-    return int(array.__array_interface__["data"][0])
 
 
 class _Part:
@@ -233,67 +227,13 @@ def _has_room(nbytes: int) -> bool:
     return 2 * nbytes <= free.f_bavail * free.f_frsize
 
 
-class PeerMemory:
-    """Copies from the memory of peers.
-
-    These functions are not methods of the transport, because messages need them and the transport
-    needs messages. Methods would make a reference cycle, which keeps the segment of a closed
-    communicator until the garbage collector runs. Programs that train switch the collector off.
-    """
-
-    def __init__(self, control: Control) -> None:
-        self._control = control
-
-    def read(self, rank: int, address: int, out: Array) -> bool:
-        """Copy ``out.nbytes`` bytes from ``address`` of ``rank``'s process.
-
-        Returns:
-            False if the kernel refuses, or if that process has not mapped the memory.
-
-        Raises:
-            PeerLostError: the process has ended. If the communicator was broken before, the error
-                is that of the earliest cause.
-        """
-        control = self._control
-        pid = control.pid(rank)
-        try:
-            if read_process(pid, address, address_of(out), out.nbytes):
-                return True
-            ended = not control.segment.alive(rank)
-        except ProcessLookupError:
-            ended = True  # a process that ends loses its memory some time before its lock
-        if ended:
-            text = f"rank {rank} (pid {pid}) has died (its last call: {control.last_call(rank)})"
-            raise control.broken_by(Failure("lost", control.rank, text, (rank,)), "shm")
-        return False
-
-    def fetch(self, rank: int, address: int, out: Array) -> None:
-        """Copy ``out.nbytes`` bytes from ``address`` of ``rank``'s process, which permits the copy.
-
-        Raises:
-            PeerLostError: the process has ended.
-            CommunicatorAbortedError: the communicator is broken, and the memory is gone.
-            BackendError: the kernel refuses the copy, although it allowed one before.
-        """
-        if self.read(rank, address, out):
-            return
-        control = self._control
-        control.refuse_broken("shm")  # a rank that has given up may have unmapped its memory
-        text = f"reading {out.nbytes} bytes of rank {rank} (pid {control.pid(rank)}) failed"
-        control.fail(Failure("aborted", control.rank, text))
-        raise BackendError(
-            f"shm: {text} [rank {control.rank}]. Set COLLECTIVE_SHM_SINGLE_COPY=off to avoid this.",
-            "shm",
-        )
-
-
 class RemoteRegion(Region):
     """Ordinary memory of a peer, which the kernel reads in one copy."""
 
     __slots__ = ("_address", "_fetch", "_itemsize", "_rank")
 
-    def __init__(self, peers: PeerMemory, rank: int, address: int, itemsize: int) -> None:
-        self._fetch = peers.fetch
+    def __init__(self, control: Control, rank: int, address: int, itemsize: int) -> None:
+        self._fetch = control.fetch
         self._rank = rank
         self._address = address
         self._itemsize = itemsize

@@ -3,57 +3,55 @@
 A message is a prefix and its bytes. If it may, the receiver reads a long message directly in the
 sender's memory. Then the ring holds only the prefix. The receiver takes the prefix off the ring
 when it has all bytes. The sender waits for that before it returns the memory to its caller.
-
-A message whose tag no receiver has asked for yet must not block the messages behind it. So each
-receiver takes all messages off the ring up to its own, and keeps them for later receivers.
+:mod:`collective.backends.matching` decides which receiver gets a message.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import numpy as np
 
-from collective.contract.backend import ANY_SOURCE, Turns
-from collective.contract.waits import MessageCall
+from collective.backends.mail import PythonMail
+from collective.backends.matching import (
+    RECEIVING,
+    SENDING,
+    Array,
+    Engine,
+    StreamLock,
+    Waiter,
+    awaited,
+    describe,
+)
+from collective.contract.backend import ANY_SOURCE
 from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 from collective.native import NOBODY
 
-from .control import Control
-from .memory import PeerMemory, address_of
-from .ring import Array, Prefix, Ring, refuse
+from .control import BROKEN, Control, address_of
+from .ring import Prefix, Ring, refuse
 
-__all__ = ["RingMessages", "describe", "wait_for_message"]
-
-#: Parts of an exchange; the sum of the unfinished parts is its state, as in ``messages.h``.
-SENDING, RECEIVING = 1, 2
-# No message is as long as this. A greater length is a sign of damage.
-_NO_LENGTH = 1 << 47
+__all__ = ["RingMessages", "describe", "mail_of", "receive_alone", "wait_for_message"]
 
 
 class RingMessages:
     """Messages of one rank: a function that sends, receives, or does both.
 
-    A message in flight is an iterator. Each step does all that is possible without waiting, and
-    yields if the message must wait for the peer.
-
     Args:
-        control, peers: those of this rank.
+        control: that of this rank.
         single_copy: whether all ranks can read each other's memory.
+
+    Attributes:
+        engine: the messages in flight.
+        carriers: the rings to and from each other rank.
     """
 
-    def __init__(self, control: Control, peers: PeerMemory, single_copy: bool) -> None:
-        rank = control.rank
-        others = [peer for peer in range(control.size) if peer != rank]
+    def __init__(self, control: Control, single_copy: bool) -> None:
+        others = [rank for rank in range(control.size) if rank != control.rank]
         self._control = control
-        self._single_copy = single_copy
-        self._turns = Turns()
-        self._outgoing = {peer: Ring(control, rank, peer) for peer in others}
-        self._incoming = {
-            peer: _Inbox(control, peers, Ring(control, peer, rank)) for peer in others
-        }
+        self.carriers = {rank: RingPair(control, rank, single_copy) for rank in others}
+        self.engine = Engine(self.carriers, rank=control.rank)
 
     def __call__(
         self,
@@ -73,136 +71,85 @@ class RingMessages:
             tag, deadline: as in :meth:`Backend.send`.
         """
         self._control.refuse_broken(describe(to, source, tag))
-        sender = NOBODY
+        x, out = (None if each is None else each.array.view(np.uint8) for each in (src, dst))
+        exchange = self.engine.exchange(x, to, out, source, tag)
+        if exchange.advance():
+            wait_for_message(self._control, exchange.advance, to, source, tag, deadline)
+        return exchange.sender
 
-        def receive(out: Array) -> Iterator[None]:
-            nonlocal sender
-            sender = yield from self._receive(out, source, tag)
 
-        steps: dict[int, Iterator[None]] = {}
-        if src is not None:
-            steps[SENDING] = self._send(src.array.view(np.uint8), to, tag)
-        if dst is not None:
-            steps[RECEIVING] = receive(dst.array.view(np.uint8))
+def mail_of(control: Control, engine: Engine) -> PythonMail:
+    """Return the posted messages of a rank over ``engine``."""
 
-        def advance() -> int:
-            return sum(part for part, iterator in steps.items() if not _is_over(iterator))
+    def wait(waiter: Waiter, to: int, source: int, tag: int, deadline: Deadline) -> None:
+        wait_for_message(control, waiter.advance, to, source, tag, deadline)
 
-        if advance():
-            wait_for_message(self._control, advance, to, source, tag, deadline)
-        return sender
+    return PythonMail(
+        engine, wait, control.refuse_broken, lambda: control.words[BROKEN], lambda each: each.error
+    )
 
-    def _send(self, content: Array, to: int, tag: int) -> Iterator[None]:
-        ring = self._outgoing[to]
+
+class RingPair:
+    """The rings to and from one rank, as a :class:`~collective.backends.matching.Carrier`.
+
+    Attributes:
+        outgoing, incoming: the rings.
+    """
+
+    def __init__(self, control: Control, rank: int, single_copy: bool) -> None:
+        self.outgoing = Ring(control, control.rank, rank)
+        self.incoming = Ring(control, rank, control.rank)
+        self.sending, self.receiving = StreamLock(), StreamLock()
+        self._control = control
+        self._single_copy = single_copy
+        self._rank = rank
+
+    def write(self, content: Array, tag: int) -> Iterator[None]:
+        """Send a message; yield while there is no room, or while the receiver still reads it."""
+        ring = self.outgoing
         is_long = content.size > ring.capacity // 2
         address = address_of(content) if is_long and self._single_copy else 0
-        # A message owns the ring from its prefix to its end.
-        while not ring.lock.acquire(blocking=False):
-            yield
         yield from ring.put(Prefix(content.size, tag, address))
         if address:
             while ring.filled():
                 yield
         else:
             yield from ring.write(content)
-        ring.lock.release()
 
-    def _receive(self, out: Array, source: int, tag: int) -> Generator[None, None, int]:
-        """Receive a message; return the sender's rank."""
-        sources = self._incoming if source == ANY_SOURCE else (source,)
-        while True:
-            for rank in self._turns.of(sources, tag):
-                inbox = self._incoming[rank]
-                # Another thread may be receiving a message from this rank, for a long time.
-                # Meanwhile another rank may have sent one, so do not wait for the lock.
-                if not inbox.ring.lock.acquire(blocking=False):
-                    continue
-                message = inbox.receive(tag, out)
-                if message is not None:
-                    self._turns.serve(sources, rank, tag)
-                    yield from message
-                inbox.ring.lock.release()
-                if message is not None:
-                    return rank
-            yield
+    def prefix(self) -> Prefix | None:
+        """Return the next prefix and leave it in the ring; None if there is no prefix yet."""
+        return self.incoming.prefix()
 
-
-class _Inbox:
-    """Messages from one rank: those in the ring, and those kept until a receiver asks for them.
-
-    A caller of its methods must hold the ring's lock.
-    """
-
-    def __init__(self, control: Control, peers: PeerMemory, ring: Ring) -> None:
-        self.ring = ring
-        self._control = control
-        self._peers = peers
-        self._kept: dict[int, deque[Array]] = {}  # by tag
-        self._keeping: Iterator[None] = iter(())  # keeps a message that has arrived only in part
-
-    def receive(self, tag: int, out: Array) -> Iterator[None] | None:
-        """Find the next message with a tag.
-
-        Returns:
-            Iterator that moves the message to ``out``; the caller holds the lock until its end.
-            None if there is no such message yet.
-
-        Raises:
-            BackendError: the data in the ring is no message, or the message has another length.
-        """
-        # The message's bytes follow its prefix. The next prefix comes after these bytes.
-        while _is_over(self._keeping):
-            if kept := self._kept.get(tag):
-                content = kept.popleft()
-                self._check_length(content.size, out)
-                out[:] = content
-                return iter(())
-            prefix = self.ring.prefix()
-            if prefix is None:
-                return None
-            if not 0 <= prefix.nbytes < _NO_LENGTH:
-                refuse(self._control, self.ring.peer, f"the header {tuple(prefix)} is not valid")
-            if prefix.tag == tag:
-                self._check_length(prefix.nbytes, out)
-                return self._take(prefix, out)
-            self._keeping = self._keep(prefix)
-        return None
-
-    def _check_length(self, nbytes: int, out: Array) -> None:
-        if nbytes != out.size:
-            refuse(self._control, self.ring.peer, f"{nbytes} bytes in place of {out.size}")
-
-    def _take(self, prefix: Prefix, out: Array) -> Iterator[None]:
+    def read(self, prefix: Prefix, out: Array) -> Iterator[None]:
+        """Take a message off the ring, or out of its sender's memory."""
         if not prefix.address:
-            self.ring.drop_prefix()
-            yield from self.ring.read(out)
+            self.incoming.drop_prefix()
+            yield from self.incoming.read(out)
             return
-        self._peers.fetch(self.ring.peer, prefix.address, out)
+        self._control.fetch(self._rank, prefix.address, out)
         # The sender does not change the memory until the prefix is gone, or until it gives up. In
         # the second case it breaks the communicator before it changes anything. So if the
         # communicator is not broken now, the copy is valid.
         self._control.refuse_broken(f"recv(tag={prefix.tag})")
-        self.ring.drop_prefix()
+        self.incoming.drop_prefix()
 
-    def _keep(self, prefix: Prefix) -> Iterator[None]:
-        content = np.empty(prefix.nbytes, np.uint8)
-        yield from self._take(prefix, content)
-        self._kept.setdefault(prefix.tag, deque()).append(content)
+    def spoil(self) -> None:
+        """Do nothing: the lock of the ring stays held."""
 
-
-def _is_over(steps: Iterator[None]) -> bool:
-    """Do all that is possible without waiting; return whether the iterator has ended."""
-    return next(steps, steps) is steps
+    def refuse(self, what: str) -> NoReturn:
+        """Break the communicator, since this rank's messages from the peer are damaged."""
+        refuse(self._control, self._rank, what)
 
 
 # -- for messages in Python and in C ------------------------------------------------------------
 
 
-def describe(to: int, source: int, tag: int) -> MessageCall:
-    """Return an exchange in the form for error texts, such as ``recv(tag=0)``."""
-    operation = "send" * (to != NOBODY) + "recv" * (source != NOBODY)
-    ends = (None if rank == NOBODY else rank for rank in (to, source))
-    return MessageCall(operation, tag, *ends)
+def receive_alone(
+    control: Control, src: None, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
+) -> int:
+    """Wait for a message from any source, which the only rank of a communicator never gets."""
+    wait_for_message(control, lambda: RECEIVING, to, source, tag, deadline)
+    return NOBODY
 
 
 def wait_for_message(
@@ -210,20 +157,14 @@ def wait_for_message(
 ) -> None:
     """Wait until ``advance()``, which returns the sum of the unfinished parts, returns 0."""
     pending = SENDING | RECEIVING
-    sources = [
-        rank
-        for rank in range(control.size)
-        if rank != control.rank and source in (ANY_SOURCE, rank)
-    ]
+    peers = [rank for rank in range(control.size) if rank != control.rank]
 
     def ready() -> bool:
         nonlocal pending
         pending = advance()
         return not pending
 
-    def awaited() -> list[int]:
-        # A peer that has done its part may have left, so await only the peers that have not.
-        return sorted({*[to] * (pending & SENDING), *(sources if pending & RECEIVING else [])})
-
-    what = describe(to, source, tag)
-    control.wait(ready, awaited, what, deadline, all_needed=source != ANY_SOURCE)
+    control.wait(
+        ready, lambda: awaited(pending, to, source, peers), describe(to, source, tag), deadline,
+        all_needed=source != ANY_SOURCE,
+    )  # fmt: skip

@@ -1,12 +1,11 @@
 """Ring of bytes from one rank to another, for messages in Python (:mod:`.messages`).
 
-The native core uses the same pages with another protocol (``messages.c``). All ranks of a
+The native core uses the same pages with another protocol (``rings.c``). All ranks of a
 communicator use the same one of the two protocols.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -52,8 +51,6 @@ class Ring:
     Attributes:
         capacity: bytes that the ring holds.
         peer: rank at the other end.
-        lock: held by the thread that is in the middle of a message at this end. A call that fails
-            in the middle keeps the lock, since the next bytes in the ring are no prefix.
     """
 
     def __init__(self, control: Control, src: int, dst: int) -> None:
@@ -66,7 +63,6 @@ class Ring:
         self._part = capacity // 4
         self.capacity = capacity
         self.peer = dst if control.rank == src else src
-        self.lock = threading.Lock()
 
     def filled(self) -> int:
         """Return how many bytes the ring holds.

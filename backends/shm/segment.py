@@ -1,9 +1,9 @@
 """Shared mappings without names, which leave no files behind when processes are killed.
 
-On Linux a segment is anonymous memory, which the other ranks open by way of this process. The
-segment is never in a file system, so it ends with its last process, and the size of ``/dev/shm``
-does not limit it. On other systems a segment is a file of mode 0600 among the temporary files,
-which is deleted once all ranks have opened it.
+A segment is anonymous memory, which the other ranks open by way of this process. The segment is
+never in a file system, so it ends with its last process, and the size of ``/dev/shm`` does not
+limit it. Where Python cannot make such memory, a segment is a file of mode 0600 among the temporary
+files, which is deleted once all ranks have opened it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 
-from collective.contract.descriptors import RAISE_THE_LIMIT
+from collective.contract.process import RAISE_THE_LIMIT
 from collective.errors import BackendUnavailableError
 from collective.platform import fix_length, is_file, shared_file, still_leads_to, want_huge_pages
 
@@ -33,41 +33,65 @@ _HUGE = 2 << 20
 class Segment:
     """Shared mapping.
 
+    A process shows that it lives by a lock on a byte of the segment. The kernel drops the lock when
+    the process dies, however it dies, before its parent has reaped it. Forked children do not
+    inherit the lock. The byte need not exist.
+
+    Args:
+        nbytes: length of a new segment, or least length of a peer's.
+        path: path of a peer's segment; empty to make a new one, see :meth:`create`.
+        rank: byte to lock for as long as this process lives and keeps the descriptor, or None.
+
     Attributes:
         path: path by which other processes of this user open the segment, until :meth:`unlink`.
         map: the mapping. It is never closed explicitly, since arrays may still refer to it. It
             ends with the last of these arrays.
     """
 
-    def __init__(self, descriptor: int, path: str, owner: bool) -> None:
+    def __init__(self, nbytes: int, path: str = "", rank: int | None = None) -> None:
+        is_new, descriptor = not path, -1
+        try:
+            if is_new:
+                descriptor, path = shared_file(_NAME)
+                os.fchmod(descriptor, 0o600)
+                os.ftruncate(descriptor, max(nbytes, mmap.PAGESIZE))
+                fix_length(descriptor)
+            else:
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                if not still_leads_to(path, _NAME):
+                    raise FileNotFoundError(errno.ENOENT, "no longer a segment", path)
+                if os.fstat(descriptor).st_size < nbytes:
+                    raise OSError(errno.EINVAL, f"shorter than {nbytes} bytes", path)
+            self.map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+            if len(self.map) >= _HUGE:
+                want_huge_pages(self.map)
+            if rank is not None:
+                # The lock belongs to the process. It is released when the process closes any
+                # descriptor of the segment, not only this one (fcntl_locking(2)). So a process that
+                # holds a lock does not open its segment a second time.
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        except BaseException:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise
         self.path = path
-        self._unlinkable = owner and is_file(path)
-        self.map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self._unlinkable = is_new and is_file(path)
         self._descriptor = descriptor
         self._closing = threading.Lock()
         # A program may drop a communicator without closing it.
         self._close = weakref.finalize(self, os.close, descriptor)
         self._close.atexit = False
-        if len(self.map) >= _HUGE:
-            want_huge_pages(self.map)
 
     @classmethod
-    def create(cls, nbytes: int) -> Segment:
+    def create(cls, nbytes: int, rank: int | None = None) -> Segment:
         """Return a new segment of zeros.
 
         Raises:
             BackendUnavailableError: the system has no memory or no place for it.
         """
-        descriptor = -1
         try:
-            descriptor, path = shared_file(_NAME)
-            os.fchmod(descriptor, 0o600)
-            os.ftruncate(descriptor, max(nbytes, mmap.PAGESIZE))
-            fix_length(descriptor)
-            return cls(descriptor, path, owner=True)
+            return cls(nbytes, rank=rank)
         except (OSError, ValueError) as error:
-            if descriptor >= 0:
-                os.close(descriptor)
             few = isinstance(error, OSError) and error.errno in TOO_MANY_FILES
             remedy = RAISE_THE_LIMIT if few else "Free memory, or start fewer ranks"
             raise BackendUnavailableError(
@@ -75,23 +99,14 @@ class Segment:
             ) from error
 
     @classmethod
-    def open(cls, path: str, nbytes: int) -> Segment:
+    def open(cls, path: str, nbytes: int, rank: int | None = None) -> Segment:
         """Map a segment of at least ``nbytes`` bytes that a peer has created.
 
         Raises:
             OSError: the peer's process is gone or belongs to another user, or the segment is too
                 short.
         """
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if not still_leads_to(path, _NAME):
-                raise FileNotFoundError(errno.ENOENT, "no longer a segment", path)
-            if os.fstat(descriptor).st_size < nbytes:
-                raise OSError(errno.EINVAL, f"shorter than {nbytes} bytes", path)
-            return cls(descriptor, path, owner=False)
-        except BaseException:
-            os.close(descriptor)
-            raise
+        return cls(nbytes, path, rank)
 
     def unlink(self) -> None:
         """Remove the segment's path; processes that have opened the segment keep it."""
@@ -106,17 +121,6 @@ class Segment:
         with self._closing:
             self._descriptor = -1
             self._close()
-
-    # A process shows that it lives by a lock on a byte of the segment. The kernel drops the lock
-    # when the process dies, however it dies, before its parent has reaped it. Forked children do
-    # not inherit the lock. The byte need not exist.
-
-    def lock_alive(self, rank: int) -> None:
-        """Hold byte ``rank`` for as long as this process lives and keeps the descriptor."""
-        # The lock belongs to the process. It is released when the process closes any descriptor of
-        # the segment, not only this one (fcntl_locking(2)). So a process that holds a lock does not
-        # open its segment a second time.
-        fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     def alive(self, rank: int) -> bool:
         """Tell whether another process holds byte ``rank``."""

@@ -6,17 +6,19 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from collective import native
+from collective.backends.mail import CompiledMail, PythonMail
+from collective.backends.matching import Engine
 from collective.backends.onesided import OneSided, Region
-from collective.contract.backend import Backend, Plan
-from collective.contract.capabilities import Capabilities
-from collective.contract.descriptors import RAISE_THE_LIMIT
+from collective.contract.backend import Backend, Capabilities, Plan
 from collective.contract.failure import Failure
-from collective.contract.store import NotPublishedError
+from collective.contract.mail import PAYLOAD_TAG
+from collective.contract.process import RAISE_THE_LIMIT
+from collective.control.store import NotPublishedError
 from collective.deadline import Deadline
 from collective.errors import (
     BackendUnavailableError,
@@ -27,12 +29,13 @@ from collective.errors import (
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.native import NOBODY, cached_bytes
+from collective.platform import usable_cores
 
-from .compiled import Compiled, exchange_bytes, make_exchange
-from .control import BROKEN, Control
+from .compiled import Compiled, exchange_bytes, make_exchange, make_mail
+from .control import BROKEN, POLLS_CROWDED, Control, address_of
 from .layout import SLOT_BYTES, Layout
-from .memory import Heap, PeerMemory, RemoteRegion, address_of
-from .messages import RingMessages, describe
+from .memory import Heap, RemoteRegion
+from .messages import RingMessages, describe, mail_of, receive_alone
 from .permission import Permission
 from .segment import TOO_MANY_FILES, Segment
 
@@ -56,45 +59,39 @@ class NotMapped(Exception):
     """Raised on all ranks after they have arrived, if they cannot read the peers' memory."""
 
 
-class _Wants(NamedTuple):
-    """Features that this rank's settings allow."""
-
-    single_copy: bool
-    adopting: bool
-
-
 class ShmBackend(OneSided):
     """Transport for ranks that are processes of one host; see the package's docstring."""
 
     name = "shm"
+    payload_tag = PAYLOAD_TAG
     capabilities = Capabilities(
         checks_calls=True,
         symmetric_memory=True,
         any_source=True,
+        posts=True,
         detects_lost_peers=True,
         shrinks=True,
         grows=True,
     )
 
-    def __init__(self, control: Control, wanted: _Wants) -> None:
+    def __init__(self, control: Control, disabled: str) -> None:
         self.rank = control.rank
         self.size = control.size
         self._control = control
         self._heap = Heap(control)
-        self.peers = PeerMemory(control)
         self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
         self._in_slots = True
         self._parity = 0
         self._segments = {_SOURCE: 0, _OUTPUT: 0}  # of this rank's arrays in the running call
-        self._wanted = wanted
+        self._disabled = disabled  # the setting ``disable``
         self._single_copy = False
         self._permission: Permission | None = None
-        self._board = control.board_of_notices()
+        self._board = control.notices
         self._compiled: Compiled | None = None
         # exchange is the core's function for messages of arrays, if all ranks have the core.
         # _transfer sends and receives bytes, in C or in Python. _vote() sets both.
         self.exchange = None
-        self._transfer: Callable[[Buffer | None, int, Buffer | None, int, int, Deadline], int]
+        self._transfer: Callable[..., int] = functools.partial(receive_alone, control)
         self._closed = False
 
     # -- life -----------------------------------------------------------------------------
@@ -108,52 +105,53 @@ class ShmBackend(OneSided):
                 f"works within one host [rank {world.rank}]. Start all ranks on one host, or "
                 "name a transport that works across hosts."
             )
-        store, key = world.store, "shm"
-        wanted = _Wants(_on(world, "shm_single_copy"), _on(world, "shm_adopt"))
+        store, key, layout = world.store, "shm", Layout(world.size)
+        # Read the variable here, too: in tests, for example, no init() has read the configuration.
+        disabled = world.options.get("disable", os.environ.get("COLLECTIVE_DISABLE", ""))
 
         def watch(missing: Sequence[int]) -> None:
             store.check()
 
         if world.rank != 0:
-            segment = _open_published(world, key, deadline)
-            return cls._attach(segment, world.rank, world.size, deadline, wanted, watch=watch)
-        segment = Segment.create(Layout(world.size).nbytes)
+            segment = _open_published(world, key, layout, deadline)
+            control = Control(segment, layout, world.rank)
+            return cls._attach(control, disabled, deadline, watch)
+        segment = Segment.create(layout.nbytes, 0)
+        control = Control(segment, layout, 0)
         if world.size == 1:
-            return cls._attach(segment, 0, 1, deadline, wanted)
+            return cls._attach(control, disabled, deadline, watch)
         store.set(key, segment.path.encode())
         try:
             # Delete the key before any rank goes on: a second connect must not find it.
             last = functools.partial(store.delete, key)
-            return cls._attach(segment, 0, world.size, deadline, wanted, last, watch)
+            return cls._attach(control, disabled, deadline, watch, last)
         finally:
             store.delete(key)
 
     @classmethod
     def _attach(
         cls,
-        segment: Segment,
-        rank: int,
-        size: int,
+        control: Control,
+        disabled: str,
         deadline: Deadline,
-        wanted: _Wants,
-        last: Callable[[], None] | None = None,
-        watch: Callable[[Sequence[int]], None] | None = None,
+        watch: Callable[[Sequence[int]], None],
+        last: Callable[[], object] = lambda: None,
     ) -> Self:
-        control = Control(segment, rank, size)
-        self = cls(control, wanted)
+        self = cls(control, disabled)
         try:
-            control.join(deadline, last, watch)
+            control.join(deadline, watch, last)
             self.meeting = control.meeting
-            self._vote(deadline)
+            if self.size > 1:
+                self._vote(deadline)
         except BaseException as error:
             # Report the failure before the peers see this rank leave. Then they raise its cause,
             # and not the loss of this rank.
-            control.fail(Failure.caused_by(rank, error))
+            control.fail(Failure.caused_by(control.rank, error))
             self.close()
             raise
         finally:
             # By now all ranks have opened the segment, or no more ranks will. Leave no file behind.
-            segment.unlink()
+            control.segment.unlink()
         return self
 
     def sleep_after(self, seconds: float) -> None:
@@ -165,16 +163,17 @@ class ShmBackend(OneSided):
         """
         self._control.yield_s = seconds
 
+    def while_waiting(self, function: Callable[[Deadline], object]) -> None:
+        """Let waits call ``function`` with their deadline, some 20 times a second."""
+        self._control.while_waiting = function
+
     def _vote(self, deadline: Deadline) -> None:
         """Agree with all ranks on how calls and messages are made."""
         control = self._control
-        if self.size == 1:
-            self._transfer = RingMessages(control, self.peers, False)
-            return
         probe = np.full(1, self.rank, np.int64)
         reads = self._can_read(probe, deadline)
         protocol = native.PROTOCOL if native.chosen.extension is not None else 0
-        vote = bytes([reads, protocol, control.crowded, cached_bytes() >> 20])
+        vote = bytes([reads, protocol, self.size > usable_cores(), cached_bytes() >> 20])
         votes = [tuple(other) for other in control.share(vote, deadline)]
         # All ranks have read the probe before they vote.
         del probe
@@ -182,16 +181,27 @@ class ShmBackend(OneSided):
             if len(other) != len(vote):
                 control.refuse(rank, f"a vote of {len(other)} bytes, expected {len(vote)}")
         all_read, protocols, crowds, caches = zip(*votes, strict=True)
+        crowded = any(crowds)
+        if crowded:
+            control.polls = POLLS_CROWDED
         self._single_copy = single_copy = all(all_read)
         if not single_copy:
             self._withdraw()
         if set(protocols) == {native.PROTOCOL}:
-            crowded, cached = any(crowds), min(caches) << 20
+            cached = min(caches) << 20
             self._compiled = Compiled(control, self._heap, crowded, single_copy, cached)
-            self.exchange = make_exchange(control, self.peers, crowded, single_copy)
+            self.exchange = make_exchange(control, crowded, single_copy)
             self._transfer = functools.partial(exchange_bytes, self.exchange, control)
         else:
-            self._transfer = RingMessages(control, self.peers, single_copy)
+            self._transfer = RingMessages(control, single_copy)
+
+    @functools.cached_property
+    def mail(self) -> PythonMail | CompiledMail:  # type: ignore[override]  # an attribute elsewhere
+        """Posted messages of this rank; most communicators have none."""
+        if self.exchange is not None:
+            return make_mail(self.exchange, self._control)
+        alone = Engine({}, rank=self.rank)
+        return mail_of(self._control, getattr(self._transfer, "engine", alone))
 
     def _can_read(self, probe: Array, deadline: Deadline) -> bool:
         """Return whether this rank may read its peers' memory, and can: it reads their probes.
@@ -202,7 +212,7 @@ class ShmBackend(OneSided):
         """
         control = self._control
         control.words[control.location(self.rank, 0) + _SOURCE + 2] = address_of(probe)
-        wanted = self._wanted.single_copy
+        wanted = "shm_single_copy" not in self._disabled
         if wanted:
             self._permission = Permission(control.pid(rank) for rank in range(self.size))
         # No rank reads before all ranks have given their permission.
@@ -214,7 +224,7 @@ class ShmBackend(OneSided):
     def _reads_probe_of(self, rank: int) -> bool:
         address = self._control.words[self._control.location(rank, 0) + _SOURCE + 2]
         number = np.full(1, -1, np.int64)
-        return self.peers.read(rank, address, number) and bool(number[0] == rank)
+        return self._control.read(rank, address, number) and bool(number[0] == rank)
 
     def refuse_broken(self, where: object) -> None:
         self._control.refuse_broken(where)
@@ -229,6 +239,8 @@ class ShmBackend(OneSided):
         if not self._closed:
             self._closed = True
             self._control.leave()
+            if "mail" in self.__dict__:
+                self.mail.close()
             self._withdraw()
 
     def _withdraw(self) -> None:
@@ -239,11 +251,11 @@ class ShmBackend(OneSided):
 
     def group(self, ranks: Sequence[int], deadline: Deadline) -> ShmBackend:
         self._control.refuse_broken("group")
-        me = list(ranks).index(self.rank)
+        me, layout = list(ranks).index(self.rank), Layout(len(ranks))
         message = np.zeros(_PATH_BYTES, np.uint8)
         if me == 0:
             try:
-                segment = Segment.create(Layout(len(ranks)).nbytes)
+                segment = Segment.create(layout.nbytes, me)
             except BackendUnavailableError as error:
                 # The other ranks wait for the path, so tell them.
                 self.abort(Failure("aborted", self.rank, str(error)))
@@ -254,13 +266,14 @@ class ShmBackend(OneSided):
         else:
             self.recv(Buffer(message, _UINT8), ranks[0], _GROUP_TAG, deadline)
             path = message.tobytes().rstrip(b"\0").decode(errors="replace")
-            segment = self._open_of(ranks[0], path, Layout(len(ranks)).nbytes)
+            segment = self._open_of(ranks[0], path, layout.nbytes, me)
 
         def watch(missing: Sequence[int]) -> None:
             self._control.watch([ranks[r] for r in missing if r != me], "group")
 
         try:
-            child = self._attach(segment, me, len(ranks), deadline, self._wanted, watch=watch)
+            control = Control(segment, layout, me)
+            child = self._attach(control, self._disabled, deadline, watch)
         except CommunicatorAbortedError:
             # Explain the loss with the rank numbers of this communicator, which the caller knows.
             self._control.explain([rank for rank in ranks if rank != self.rank], "group")
@@ -270,15 +283,20 @@ class ShmBackend(OneSided):
         child._board = self._board
         return child
 
-    def _open_of(self, rank: int, path: str, nbytes: int) -> Segment:
+    def _open_of(self, rank: int, path: str, nbytes: int, me: int) -> Segment:
         """Open the segment of at least ``nbytes`` bytes that ``rank`` has created.
+
+        Args:
+            rank: rank of this communicator.
+            path, nbytes: where the segment is, and its least length.
+            me: this rank's number in the group.
 
         Raises:
             PeerLostError: ``rank`` has ended meanwhile.
             BackendUnavailableError: this process cannot open it.
         """
         try:
-            return Segment.open(path, nbytes)
+            return Segment.open(path, nbytes, me)
         except OSError as error:
             self._control.explain([rank], "group")
             few = error.errno in TOO_MANY_FILES
@@ -305,7 +323,7 @@ class ShmBackend(OneSided):
     ) -> Array | None:
         self._control.refuse_broken(request)
         self._control.arrive(request, deadline)
-        return self._heap.adopt(nbytes, move, self._wanted.adopting, deadline)
+        return self._heap.adopt(nbytes, move, "shm_adopt" not in self._disabled, deadline)
 
     # -- point to point -----------------------------------------------------------------
 
@@ -389,7 +407,7 @@ class ShmBackend(OneSided):
             mapped = self._heap.view(number, rank, offset, dtype, count)
             if mapped is not None:
                 return Region(mapped)
-        return RemoteRegion(self.peers, rank, address, dtype.itemsize)
+        return RemoteRegion(self._control, rank, address, dtype.itemsize)
 
     def _region(self, rank: int, dtype: np.dtype[Any], count: int) -> Region:
         if self._in_slots:
@@ -434,18 +452,12 @@ def _is_noted(notice: object) -> bool:
     return False
 
 
-def _on(world: World, setting: str) -> bool:
-    # Read the variable here, too: in tests, for example, no init() has read the configuration.
-    default = os.environ.get(f"COLLECTIVE_{setting.upper()}", "on")
-    return world.options.get(setting, default) == "on"
-
-
-def _open_published(world: World, key: str, deadline: Deadline) -> Segment:
+def _open_published(world: World, key: str, layout: Layout, deadline: Deadline) -> Segment:
     """Open the segment that rank 0 created, and ignore an older one of a dead process."""
     while True:
         try:
             path = world.store.get(key, deadline).decode()
-            return Segment.open(path, Layout(world.size).nbytes)
+            return Segment.open(path, layout.nbytes, world.rank)
         except OSError as error:
             if error.errno in TOO_MANY_FILES:
                 raise BackendUnavailableError(

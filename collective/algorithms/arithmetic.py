@@ -29,23 +29,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache
-from typing import Any, Protocol, TypeVar
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from collective import native
 from collective.errors import DtypeError, InvalidArgumentError
+from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
 from collective.ops import ReduceOp
 from collective.platform import default_floats
 
+if TYPE_CHECKING:
+    from collective.deadline import Deadline
+
 __all__ = [
     "Fold",
+    "around",
     "bfloat16_to_float32",
     "check",
     "float32_to_bfloat16",
     "fold",
+    "folded_as",
     "post",
     "pre",
     "reference",
@@ -148,15 +154,18 @@ def schedule(
     """
     if op.function is not None:
         return None
-    return native.schedule(
-        _FOLDED_AS.get(op.name, op.name), dtype.code, inputs, scratch, results, steps
-    )
+    return native.schedule(folded_as(op.name), dtype.code, inputs, scratch, results, steps)
+
+
+def folded_as(name: str) -> str:
+    """Return the operator that folds for the built-in operator ``name``."""
+    return _FOLDED_AS.get(name, name)
 
 
 @cache
 def _named_fold(name: str, dtype: DType, extension: object) -> Fold:
     """Return the fold of the native core, or the one in Python if ``extension`` is None."""
-    return native.fold(_FOLDED_AS.get(name, name), dtype.code, reference(name, dtype))
+    return native.fold(folded_as(name), dtype.code, reference(name, dtype))
 
 
 @cache
@@ -394,3 +403,38 @@ def _narrow(values: Array, room: Array, out: Array) -> None:
     if nan.any():
         room[nan] = (bits[nan] >> 16) | 0x40  # the carry could have made NaN an infinity
     np.copyto(out, room, casting="same_kind")
+
+
+def around(
+    plan: Callable[..., Any],
+    scale: Scale | None,
+    finish: Scale | None,
+) -> Callable[..., Any]:
+    """Return a plan that scales its input before ``plan``, and finishes its output afterwards.
+
+    Args:
+        plan: function of an input, an output and a deadline.
+        scale: function that scales a copy of the input; None if nothing is to be scaled.
+        finish: function that finishes the output in place, or None.
+    """
+    if scale is None and finish is None:
+        return plan
+    return partial(_around, plan, scale, finish)
+
+
+def _around(
+    plan: Callable[..., Any],
+    scale: Scale | None,
+    finish: Scale | None,
+    src: Buffer,
+    dst: Buffer | None,
+    deadline: Deadline,
+) -> None:
+    with np.errstate(all="ignore"):
+        if scale is not None:
+            scaled = Buffer(np.empty_like(src.array), src.dtype)
+            scale(src.array, scaled.array)
+            src = scaled
+        plan(src, dst, deadline)
+        if finish is not None and dst is not None:
+            finish(dst.array, dst.array)

@@ -20,7 +20,7 @@ __all__ = [
     "doubling_beats_parts",
     "forwarding_pays",
     "rounds",
-    "tree_beats_ring",
+    "tree_beats_chain",
     "whole_pays",
 ]
 
@@ -41,11 +41,14 @@ def forwarding_pays(size: int, nbytes: int) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def tree_beats_ring(size: int, nbytes: int) -> bool:
-    """Tell whether sending ``nbytes`` down a tree beats scattering and gathering the parts."""
+def tree_beats_chain(size: int, nbytes: int, chunk_bytes: int) -> bool:
+    """Tell whether sending ``nbytes`` down a tree beats passing chunks along the chain of ranks."""
     tree = rounds(size) * (START_BYTES + nbytes)
-    ring = (rounds(size) + size - 1) * START_BYTES + 2 * nbytes * (size - 1) // size
-    return tree <= ring
+    # The last of the ``size - 1`` receivers gets its first chunk after ``size - 1`` messages, and
+    # then one chunk after the other.
+    chunks = -(-nbytes // chunk_bytes)
+    chain = (size - 2 + chunks) * (START_BYTES + min(nbytes, chunk_bytes))
+    return tree <= chain
 
 
 def doubling_beats_parts(size: int, nbytes: int) -> bool:

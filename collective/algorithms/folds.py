@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from collective.memory.buffer import Buffer
 
-from . import all_gather, arithmetic, pieces
+from . import arithmetic, moves, pieces
 
 if TYPE_CHECKING:
     from collective.memory.dtypes import DType
@@ -72,8 +72,8 @@ class Folding:
 
         Args:
             values: at least one buffer, all of one length.
-            room: scratch buffer of that length, different from all other arguments.
-            out: the result; it may be one of ``values``.
+            room: scratch buffer of that length, none of ``values``.
+            out: the result; it may be one of ``values``, or ``room``.
         """
         total = values[0]
         for value in values[1:-1]:
@@ -82,7 +82,11 @@ class Folding:
         if len(values) > 1:
             self.join(total, values[-1], out)
         else:
-            pieces.copy(total, out)
+            self.copy(total, out)
+
+    def copy(self, value: Buffer, out: Buffer) -> None:
+        """Set ``out`` to ``value``, which may be the same memory."""
+        pieces.copy(value, out)
 
     def leave(self, dst: Buffer) -> None:
         """Turn a folded value into the result, in place."""
@@ -93,8 +97,8 @@ class Folding:
 def collected(messages: Messages, folding: Folding, src: Buffer) -> list[Buffer]:
     """Return the contribution of each rank, in rank order, in scratch of ``src``'s size each."""
     counts = [src.count] * messages.size
-    every = Buffer.empty(sum(counts), src.dtype)
-    all_gather.collect(messages, folding.enter(src), every, counts)
+    every = messages.room(sum(counts), src.dtype)
+    moves.all_gather(messages, folding.enter(src), every, counts)
     return pieces.cut(every, counts)
 
 
@@ -111,7 +115,7 @@ def doubled(messages: Messages, folding: Folding, src: Buffer, dst: Buffer) -> N
     rank, size = messages.rank, messages.size
     value = folding.enter(src, dst)
     if size == 1:
-        pieces.copy(value, dst)
+        messages.copy(value, dst)
         folding.leave(dst)
         return
     power = 1 << (size.bit_length() - 1)
@@ -120,7 +124,7 @@ def doubled(messages: Messages, folding: Folding, src: Buffer, dst: Buffer) -> N
         messages.send(value, rank + 1)
         messages.recv(dst, rank + 1)
         return
-    theirs = Buffer.empty(src.count, src.dtype)
+    theirs = messages.room(src.count, src.dtype)
     if rank < 2 * extra:
         messages.recv(theirs, rank - 1)
         folding.join(theirs, value, dst)
@@ -175,8 +179,8 @@ def _parts_as_they_arrive(
     step = pieces.chunk(dst.dtype.itemsize)
     value = folding.enter(inputs[rank], dst)
     if size == 1:
-        pieces.copy(value, dst)
-    room = Buffer.empty(min(step, dst.count), dst.dtype)
+        messages.copy(value, dst)
+    room = messages.room(min(step, dst.count), dst.dtype)
     for distance in range(1, size):
         to, source = (rank + distance) % size, (rank - distance) % size
         # The parts differ in length, and so in their number of chunks. The side without further
@@ -198,7 +202,7 @@ def _parts_in_order(
     rank, size = messages.rank, messages.size
     step = pieces.chunk(dst.dtype.itemsize)
     width = min(step, dst.count)
-    scratch = Buffer.empty((size + 1) * width, dst.dtype)
+    scratch = messages.room((size + 1) * width, dst.dtype)
     # Receive one chunk at a time from every rank. Rank 0's chunk may come last, and the fold cannot
     # begin without it. So with whole parts the scratch would be as long as the input.
     for low in range(0, max(part.count for part in inputs), step):

@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from collective.errors import ShapeError
+
 if TYPE_CHECKING:
     from collective.memory.buffer import Buffer
 
-__all__ = ["CHUNK_BYTES", "chunk", "copy", "cut", "even", "limits"]
+__all__ = [
+    "CHUNK_BYTES", "check_counts", "chunk", "chunks", "copy", "cut", "even", "limits",
+    "split_sizes",
+]  # fmt: skip
 
 #: Length of the pieces in which long messages are folded, and so of scratch memory. Two
 #: pieces fill a second-level cache of 1 MiB. One piece is four times the bytes that could be
@@ -25,6 +30,14 @@ def chunk(itemsize: int) -> int:
     return max(1, CHUNK_BYTES // itemsize)
 
 
+def chunks(buffer: Buffer) -> list[Buffer]:
+    """Return the chunks of ``buffer``, as views; only the last one may be shorter."""
+    step = chunk(buffer.dtype.itemsize)
+    if buffer.count <= step:
+        return [buffer]
+    return [buffer.part(low, low + step) for low in range(0, buffer.count, step)]
+
+
 def even(count: int, size: int) -> list[int]:
     """Return the lengths of ``size`` pieces as even as possible, longer ones first.
 
@@ -33,6 +46,38 @@ def even(count: int, size: int) -> list[int]:
     """
     least, longer = divmod(count, size)
     return [least + (rank < longer) for rank in range(size)]
+
+
+def split_sizes(what: str, length: int, size: int, counts: Sequence[int] | None) -> list[int]:
+    """Return the lengths of the ranks' pieces: ``counts``, or as ``numpy.array_split`` cuts.
+
+    Raises:
+        ShapeError: the counts are not ``size`` non-negative integers whose sum is ``length``.
+    """
+    if counts is None:
+        return even(length, size)
+    sizes = check_counts(what, counts, size)
+    if sum(sizes) != length:
+        raise ShapeError(f"{what}: counts {sizes} add up to {sum(sizes)}; the axis has {length}.")
+    return sizes
+
+
+def check_counts(what: str, counts: Sequence[int], size: int) -> list[int]:
+    """Return ``counts`` as a list of ``size`` non-negative integers.
+
+    Raises:
+        ShapeError: ``counts`` is not a sequence of ``size`` non-negative integers.
+    """
+    try:
+        sizes = list(map(int, counts))
+    except (TypeError, ValueError):
+        sizes = [-1]
+    if len(sizes) != size or min(sizes) < 0 or sizes != list(counts):
+        raise ShapeError(
+            f"{what}: counts {counts!r}; expected one non-negative integer for each of {size} "
+            "ranks."
+        )
+    return sizes
 
 
 def limits(counts: Sequence[int]) -> list[int]:

@@ -27,7 +27,7 @@ from . import arithmetic, pieces
 if TYPE_CHECKING:
     from .folds import Folding
 
-__all__ = ["Merging", "Schedule", "Span", "Step", "nodes"]
+__all__ = ["Join", "Merging", "NodeFolds", "Span", "nodes"]
 
 
 class Span(NamedTuple):
@@ -37,7 +37,7 @@ class Span(NamedTuple):
     stop: int
 
 
-class Step(NamedTuple):
+class Join(NamedTuple):
     """One step of a fold. Its operands and its result are in numbered slots.
 
     Attributes:
@@ -112,7 +112,7 @@ class Merging:
         self.scratch += 1
         return self.first + self.scratch - 1
 
-    def push(self, span: Span, slot: int, owned: bool = False) -> list[Step]:
+    def push(self, span: Span, slot: int, owned: bool = False) -> list[Join]:
         """Take the next node, and return the folds that merge it with the nodes before it.
 
         Args:
@@ -130,7 +130,7 @@ class Merging:
                     self._free.append(right.slot)
             else:
                 out = right.slot if right.owned else self.room()
-            steps.append(Step(left.slot, right.slot, out))
+            steps.append(Join(left.slot, right.slot, out))
             right = _Entry(Span(left.span.start, right.span.stop), out, True)
         self.stack.append(right)
         return steps
@@ -168,7 +168,7 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
-class Schedule:
+class NodeFolds:
     """Folds of consecutive nodes into the fewest nodes that they make up.
 
     Args:
@@ -185,12 +185,12 @@ class Schedule:
     def __init__(self, spans: Sequence[Span], total: int, folding: Folding, enters: bool) -> None:
         self._folding = folding
         self.scales = enters and folding.scales
-        count, steps = len(spans), list[Step]()
+        count, steps = len(spans), list[Join]()
         merging = Merging(total, first=count)
         for slot, span in enumerate(spans):
             if self.scales:
                 room = merging.room()
-                steps.append(Step(slot, None, room))
+                steps.append(Join(slot, None, room))
                 steps += merging.push(span, room, owned=True)
             else:
                 steps += merging.push(span, slot)
@@ -200,7 +200,7 @@ class Schedule:
         for nth, entry in enumerate(merging.stack, count + self._scratch):
             last = max((n for n, step in enumerate(steps) if step.out == entry.slot), default=None)
             if last is None:
-                steps.append(Step(entry.slot, None, nth))
+                steps.append(Join(entry.slot, None, nth))
             else:
                 steps[last] = steps[last]._replace(out=nth)
         self._steps = steps

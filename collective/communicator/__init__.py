@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from .calls.message import NULL, Status
 from .grid import Grid
-from .prepared import PreparedCall
-from .status import NULL, Status
 
 if TYPE_CHECKING:
     # For type checkers: the same class, with overloads for the calls on arrays.
@@ -12,4 +11,4 @@ if TYPE_CHECKING:
 else:
     from .communicator import Communicator
 
-__all__ = ["NULL", "Communicator", "Grid", "PreparedCall", "Status"]
+__all__ = ["NULL", "Communicator", "Grid", "Status"]

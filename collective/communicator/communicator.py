@@ -3,48 +3,42 @@
 This module has every public method with its docstring. A method makes an object of :mod:`.calls`
 and passes it to the communicator's :class:`~.path.Path`. Where the native core is built, a method
 in C is called first: it makes plain calls by itself and leaves the others to the method here.
-Groups, generations and closing are functions over a communicator (:mod:`.groups`,
-:mod:`collective.generations.changes`, :mod:`.lifecycle`).
+Groups and generations are functions over a communicator (:mod:`.groups`,
+:mod:`collective.generations.changes`). What adapters and tools need besides is in :mod:`.inner`.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
-import numpy as np
-
 from collective import native
 from collective.contract.backend import Backend
-from collective.contract.copying import NotCopied
 from collective.contract.failure import Failure
-from collective.contract.stalls import Membership
+from collective.contract.process import NotCopied
 from collective.deadline import Deadline
 from collective.errors import CommunicatorClosedError
 from collective.generations import changes
 from collective.generations.lineage import Lineage
-from collective.generations.succession import Succession
 from collective.memory.annotations import Array, Framework, Like, NumpyArray
 from collective.ops import ReduceOp
 from collective.shards import Shards
 
-from . import groups, lifecycle, prepared
-from .calls.allocation import Adopt, Empty
+from . import groups
+from .calls.allocation import Empty
 from .calls.broadcasting import Barrier, Broadcast
 from .calls.gathering import AllGather, AllToAll, Gather
-from .calls.message import Recv, Send, SendRecv
+from .calls.message import Recv, Send, SendRecv, Status
 from .calls.reduction import AllReduce, Reduce, ReduceScatter, Scan
 from .calls.scattering import Scatter
 from .foreign_names import ForeignNames, explained
 from .grid import Grid
-from .host_calls import HostCalls
-from .listener import CallEvent, Hook, Listener
-from .object_calls import ObjectCalls
+from .host_calls import ObjectCalls
+from .inner import Inner
+from .listener import CallEvent, Hook
+from .membership import Membership
 from .path import Path
-from .prepared import PreparedCall
-from .status import Status
 
 if TYPE_CHECKING:
 
@@ -94,6 +88,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         host: name of this host.
         backend, capabilities: name of the transport, and the features that it supports.
         recorder: record of the last calls of this communicator.
+        inner: its members for adapters and tools.
     """
 
     instead = (
@@ -122,14 +117,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         self.local_size = local_size
         self.host = host
         self.backend = backend.name
-        # Groups that were made from this communicator.
-        self._children: weakref.WeakSet[Self] = weakref.WeakSet()
-        self._membership = Membership(self)
-        self._succession = Succession(lineage)
-        self._open = open_to_others
-        # Empty, except in a forked child: there, the reason why the child may not use it.
-        self._foreign = ""
-        lifecycle.register(self)
+        self.inner = Inner(self._path, lineage, open_to_others)
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
@@ -192,7 +180,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         See Also:
             MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
         """
-        call = AllReduce(self._path, x, op, out, order)
+        call = AllReduce(self._path, x, op=op, out=out, order=order)
         return self._path.make(call, timeout, async_op)
 
     @_first_in_c(Reduce)
@@ -225,7 +213,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         See Also:
             MPI_Reduce, ncclReduce.
         """
-        call = Reduce(self._path, x, root, op, out, order)
+        call = Reduce(self._path, x, root=root, op=op, out=out, order=order)
         return self._path.make(call, timeout, async_op)
 
     @_first_in_c(Scan)
@@ -292,7 +280,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         See Also:
             MPI_Reduce_scatter, ncclReduceScatter.
         """
-        call = ReduceScatter(self._path, x, op, counts, axis, out, order)
+        call = ReduceScatter(self._path, x, op=op, counts=counts, axis=axis, out=out, order=order)
         return self._path.make(call, timeout, async_op)
 
     @_first_in_c(Broadcast)
@@ -335,7 +323,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         See Also:
             MPI_Bcast, ncclBroadcast.
         """
-        call = Broadcast(self._path, x, root, out, like)
+        call = Broadcast(self._path, x, root=root, out=out, like=like)
         return self._path.make(call, timeout, async_op)
 
     @_first_in_c(Scatter)
@@ -378,7 +366,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         See Also:
             MPI_Scatterv.
         """
-        call = Scatter(self._path, x, root, counts, axis, out, like)
+        call = Scatter(self._path, x, root=root, counts=counts, axis=axis, out=out, like=like)
         return self._path.make(call, timeout, async_op)
 
     @_first_in_c(Gather)
@@ -418,7 +406,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         See Also:
             MPI_Gatherv.
         """
-        call = Gather(self._path, x, root, counts, axis, out)
+        call = Gather(self._path, x, root=root, counts=counts, axis=axis, out=out)
         return self._path.make(call, timeout, async_op)
 
     @_first_in_c(AllGather)
@@ -448,7 +436,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         See Also:
             MPI_Allgatherv, ncclAllGather.
         """
-        call = AllGather(self._path, x, counts, axis, out)
+        call = AllGather(self._path, x, counts=counts, axis=axis, out=out)
         return self._path.make(call, timeout, async_op)
 
     @_first_in_c(AllToAll)
@@ -487,7 +475,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         See Also:
             MPI_Alltoallv, ncclAlltoAll.
         """
-        call = AllToAll(self._path, x, counts, axis, out)
+        call = AllToAll(self._path, x, counts=counts, axis=axis, out=out)
         return self._path.make(call, timeout, async_op)
 
     @_first_in_c(Barrier)
@@ -503,29 +491,6 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             MPI_Barrier.
         """
         return self._path.make(Barrier(self._path), timeout, async_op)
-
-    def plan(self, operation: str, *args: Any, **options: Any) -> PreparedCall:
-        """Prepare a collective call, for loops that make the same call on the same arrays.
-
-        ``step = comm.plan("all_reduce", x, out=y)`` sends nothing, and ``step()`` makes the call.
-        ``comm.all_reduce(x, out=y)`` inspects its arguments and arrays in every call; ``step()``
-        saves most of that work. Other ranks may make the call either way. ``step()`` uses the
-        memory that the arrays have when it is called. It raises an error if an array no longer has
-        the shape and dtype that it had when the call was planned.
-
-        Args:
-            operation: name of the method: ``"all_reduce"``, ``"reduce"``, ``"reduce_scatter"``,
-                ``"scan"``, ``"broadcast"``, ``"gather"``, ``"all_gather"``, ``"scatter"``,
-                ``"all_to_all"`` or ``"barrier"``.
-            args, options: arguments of the method, except ``async_op``, which ``step()`` takes.
-                Arrays must be contiguous and on the CPU; structures are not allowed. Arrays are
-                cut or joined along the first axis only.
-
-        Raises:
-            InvalidArgumentError: there is no such operation, or the arrays cannot be planned.
-                Errors that the method raises before it sends anything are raised, too.
-        """
-        return prepared.plan(self, self._path, operation, args, options)
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -765,7 +730,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         return self._objects("recv_object", pickle).recv(src, tag, timeout)
 
     def _objects(self, operation: str, pickle: bool) -> ObjectCalls:
-        return ObjectCalls(HostCalls(self._path, "object"), operation, pickle, self._open)
+        return ObjectCalls(self._path, operation, pickle, self.inner.open_to_others)
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -815,35 +780,6 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         """
         return self._path.make(Empty(self._path, shape, dtype, like), None, False)
 
-    @explained
-    def adopt(
-        self, nbytes: int, move: Callable[[], int]
-    ) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
-        """Make memory that a framework allocated symmetric, as if it came from :meth:`empty`.
-
-        Symmetric memory is memory that every rank can access, so that a collective on it moves
-        each byte once.
-
-        Collective: every rank calls it, with one length.
-
-        Args:
-            nbytes: length of the memory on the host, in bytes.
-            move: function that moves the memory into POSIX shared memory and returns its file
-                descriptor, which must stay open until ``adopt`` returns. It is called once all
-                ranks have made this call and there is room for the memory.
-
-        Returns:
-            The bytes of the memory, mapped a second time: collectives on views of this array move
-            each byte once. None on every rank if the transport has no symmetric memory, or if
-            some rank could not make its memory symmetric. Then the memory can be used as before.
-
-        Raises:
-            MismatchError: lengths differ.
-        """
-        adopted: np.ndarray[Any, np.dtype[np.uint8]] | None
-        adopted = self._path.make(Adopt(self._path, nbytes, move), None, False)
-        return adopted
-
     # -- groups ---------------------------------------------------------------------------
 
     @explained
@@ -868,43 +804,33 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         return groups.group(self, ranks)
 
     @overload
-    def split(self, color: int, key: int = 0) -> Self: ...
+    def split(self, color: int | Literal["host"], key: int = 0) -> Self: ...
 
     @overload
     def split(self, color: None, key: int = 0) -> None: ...
 
     @overload
-    def split(self, color: int | None, key: int = 0) -> Self | None: ...
+    def split(self, color: int | Literal["host"] | None, key: int = 0) -> Self | None: ...
 
     @explained
-    def split(self, color: int | None, key: int = 0) -> Self | None:
+    def split(self, color: int | Literal["host"] | None, key: int = 0) -> Self | None:
         """Split the ranks by colour: return the communicator of the ranks with this rank's colour.
 
         Collective: every rank calls it.
 
         Args:
             color: integer; ranks with the same colour form one communicator. With None, this rank
-                joins no communicator.
+                joins no communicator. With ``"host"``, on every rank, the ranks of each host form
+                one communicator.
             key: integer that orders the ranks of one colour; equal keys are ordered by rank.
 
         Returns:
             The new communicator, or None if ``color`` is None.
 
         See Also:
-            MPI_Comm_split.
+            MPI_Comm_split, MPI_Comm_split_type.
         """
         return groups.split(self, color, key)
-
-    @explained
-    def split_by_host(self) -> Self:
-        """Return the communicator of this host's ranks.
-
-        Collective: every rank calls it.
-
-        See Also:
-            MPI_Comm_split_type with MPI_COMM_TYPE_SHARED.
-        """
-        return groups.split_by_host(self)
 
     @explained
     def dup(self) -> Self:
@@ -945,47 +871,9 @@ class Communicator(_Handle, NotCopied, ForeignNames):
     # -- generations ----------------------------------------------------------------------
 
     @property
-    def generation(self) -> int:
-        """Number of calls of :meth:`shrink` and :meth:`grow` that led to this communicator."""
-        return self._succession.generation
-
-    @property
-    def origin(self) -> tuple[int, ...]:
-        """Original number of each present rank, in the order of the present ranks.
-
-        Original numbers are the ranks of the communicator of generation 0; for a group, the ranks
-        in the group as it was made. A process that joined later has a new number, greater than all
-        numbers that were used before.
-        """
-        return self._succession.origin(self.size)
-
-    @property
-    def lost(self) -> frozenset[int]:
-        """Ranks of the previous generation that are not in this one."""
-        return self._succession.lost
-
-    @property
-    def shrink_timeout(self) -> float:
-        """Seconds that :meth:`shrink` may take if the call passes no ``timeout``.
-
-        This is the communicator's timeout, or the time needed to continue without silent ranks if
-        that is longer: four times ``COLLECTIVE_SHRINK_GRACE``, plus the time to connect.
-        """
-        return self._succession.shrink_timeout(self.timeout)
-
-    @property
-    def joins(self) -> bool:
-        """Whether this process is alone and will join other ranks when it calls :meth:`grow`.
-
-        It is true after ``init(join="late")``, as in a process that ``collective run --replace``
-        starts in place of a lost one.
-        """
-        return self._succession.joiner is not None
-
-    @property
-    def grows(self) -> bool:
-        """Whether processes can join: some transports and all groups do not support it."""
-        return self.capabilities.grows and self._succession.founders > 0
+    def membership(self) -> Membership:
+        """Generation of this communicator, and which ranks are lost or wait to join."""
+        return Membership(self)
 
     @explained
     def shrink(
@@ -1014,7 +902,8 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             exclude: ranks to leave out, alive or not; their calls raise ``ExcludedError``.
             min_ranks: minimum number of ranks to continue with; by default
                 ``COLLECTIVE_MIN_RANKS`` (1).
-            timeout: deadline in seconds for the whole call; by default :attr:`shrink_timeout`.
+            timeout: deadline in seconds for the whole call; by default
+                :attr:`Membership.shrink_timeout`.
 
         Returns:
             The communicator of the next generation. Only lost, silent and excluded ranks are
@@ -1032,41 +921,27 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             MPIX_Comm_shrink, ncclCommShrink.
         """
         absent = [self._path.check_rank("shrink", "exclude", rank) for rank in exclude]
-        seconds = self.shrink_timeout if timeout is None else self._path.check_timeout(timeout)
-        deadline = Deadline(seconds)
+        usual = self.membership.shrink_timeout
+        deadline = Deadline(usual if timeout is None else self._path.check_timeout(timeout))
         backend, lineage = changes.shrink(self, absent, min_ranks, deadline)
-        return lifecycle.succeed(self, backend, lineage, deadline)
-
-    def waiting(self) -> int:
-        """Return the number of processes that wait to join, the same on all ranks.
-
-        Rank 0 reads the number from the store and broadcasts it. While no process waits, the cost
-        is one look-up of a missing key (a file) and one small broadcast. Processes can find these
-        ranks from the first call on.
-
-        Collective: every rank calls it.
-
-        Raises:
-            RendezvousError: the store in which the ranks met is gone; raised on all ranks.
-            UnsupportedError: processes cannot join over this transport, or cannot join a group.
-        """
-        return changes.waiting(self)
+        return groups.succeed(self, backend, lineage, deadline)
 
     @explained
     def grow(self, *, timeout: float | None = None) -> Self:
         """Return a communicator of these ranks and of all processes that wait to join.
 
         The present ranks keep their order and come first. Ranks that have died meanwhile are not in
-        it; :attr:`lost` of the new communicator names them. If no process waits, the same ranks
-        form a new generation. If a rank has met a loss and calls :meth:`shrink` instead, all ranks
-        shrink: no process is let in, and waiting processes keep waiting.
+        it; ``membership.lost`` of the new communicator names them. If no process waits, the same
+        ranks form a new generation. If a rank has met a loss and calls :meth:`shrink` instead, all
+        ranks shrink: no process is let in, and waiting processes keep waiting.
 
-        A waiting process (:attr:`joins`) calls ``grow``, too, on its communicator of one rank.
+        A waiting process (``membership.joins``) calls ``grow``, too, on its communicator of one
+        rank.
 
         Collective: every rank calls it, at the same point of the program, after its background
-        calls have completed. Unlike :meth:`shrink`, it waits for a rank that lives and is silent.
-        If that rank does not call it in time, the communicator breaks. Afterwards this communicator
-        and the groups made from it are closed.
+        calls have completed. Unlike :meth:`shrink`, it waits for a rank that lives and is silent,
+        as long as the communicator is whole. If that rank does not call it in time, the
+        communicator breaks. Afterwards this communicator and the groups made from it are closed.
 
         Args:
             timeout: deadline in seconds for the whole call, by default the communicator's timeout.
@@ -1085,31 +960,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         """
         deadline = Deadline(self._path.check_timeout(timeout))
         backend, lineage = changes.grow(self, deadline)
-        return lifecycle.succeed(self, backend, lineage, deadline)
-
-    @explained
-    def agree(self, flag: bool = True, timeout: float | None = None) -> bool:
-        """Return whether every living rank passes a true ``flag``: the same answer on all of them.
-
-        Collective among the living ranks, on a broken or a sound communicator; the call never
-        breaks it. If a rank dies meanwhile, the other ranks do not wait for it; its vote counts if
-        it had voted before. The votes go through the store in which the ranks met, so the call
-        takes milliseconds, where a reduction takes microseconds.
-
-        Args:
-            flag: vote of this rank.
-            timeout: deadline in seconds; by default the communicator's timeout.
-
-        Raises:
-            CollectiveTimeoutError: a rank did not call it, and was not detected as lost.
-            CommunicatorAbortedError: another rank has given up waiting and calls ``shrink()``.
-            RendezvousError: the store in which the ranks met is gone.
-            UnsupportedError: this transport or that store does not support it.
-
-        See Also:
-            MPIX_Comm_agree.
-        """
-        return changes.agree(self, bool(flag), Deadline(self._path.check_timeout(timeout)))
+        return groups.succeed(self, backend, lineage, deadline)
 
     # -- hooks ------------------------------------------------------------------------------
 
@@ -1138,19 +989,8 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             A function that removes the hook.
         """
         hook = Hook(before, after)
-        self.listen(hook)
+        self._path.listen(hook)
         return lambda: self._path.forget(hook)
-
-    def listen(self, listener: Listener) -> None:
-        """Notify ``listener`` of every call from now on, after the listeners added before.
-
-        A listener that has its own lanes (background threads) must be added while no call of this
-        communicator is in flight.
-
-        Args:
-            listener: object to notify; for plain functions use :meth:`hook`.
-        """
-        self._path.listen(listener)
 
     # -- properties -----------------------------------------------------------------------
 
@@ -1165,63 +1005,9 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         self._path.open_doors()  # C has copied the timeout of unlocked calls
 
     @property
-    def expects(self) -> Sequence[int] | None:
-        """Lengths that this rank expects from each rank in ``gather``, ``all_to_all``, ``scatter``.
-
-        For adapters of interfaces in which receivers state lengths, too, as in torch.distributed.
-        An adapter sets it on all ranks during a call on flat arrays: to a list, or to an empty one
-        on a rank that receives nothing, and in ``scatter``, where ``out`` states the length. If a
-        sender passes another length, the call raises ``MismatchError``, and nothing is written.
-        If the lengths are not all those that this rank itself sends, pass a ``timeout``: calls
-        that C makes do not state them. None, the default: receivers accept any length.
-        """
-        return self._path.expects
-
-    @expects.setter
-    def expects(self, lengths: Sequence[int] | None) -> None:
-        self._path.expects = lengths
-
-    @property
-    def check(self) -> str:
-        """Facts that the ranks compare: "auto", "always", "never", "results" or "results:N".
-
-        See ``COLLECTIVE_CHECK``.
-        """
-        return self._path.check
-
-    @property
     def closed(self) -> bool:
         """Whether :meth:`close` has been called."""
         return self._path.closed
-
-    @property
-    def enqueues(self) -> bool:
-        """Whether calls on GPU arrays return once they are enqueued on the arrays' streams."""
-        return self._path.enqueues
-
-    @property
-    def foreign(self) -> str:
-        """In a forked child, the reason why the child may not use the communicator; else empty."""
-        return self._foreign
-
-    @property
-    def on_host(self) -> HostCalls:
-        """Calls on the library's own CPU arrays, which also work on GPU-only transports."""
-        return HostCalls(self._path)
-
-    @property
-    def succession(self) -> Succession:
-        """Data about this communicator's generations, for code that starts or joins ranks."""
-        return self._succession
-
-    @property
-    def transport(self) -> Backend:
-        """Transport under this communicator, for tools and tests.
-
-        A direct call of the transport is not recorded, and is not ordered with the communicator's
-        calls. Once the communicator is closed, every use raises ``CommunicatorClosedError``.
-        """
-        return self._path.backend
 
     # -- the end --------------------------------------------------------------------------
 
@@ -1231,21 +1017,9 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         Waiting calls and all later calls raise ``CommunicatorAbortedError`` with the reason. Any
         thread may call this method.
         """
-        if self._foreign:
-            raise CommunicatorClosedError(f"abort: {self._foreign}")
-        self.fail(Failure("aborted", self.rank, f"rank {self.rank} aborted: {reason}"))
-
-    def fail(self, cause: BaseException | Failure) -> None:
-        """Break this communicator and the groups made from it, and send the cause to the peers.
-
-        If the cause is an exception, the peers' calls raise ``PeerFailedError`` with its traceback.
-        A ``with`` block that an exception leaves calls this method. Any thread may call it.
-
-        Args:
-            cause: exception or failure that stopped this rank. A ``PeerFailedError`` is ignored:
-                the peers already know of that failure.
-        """
-        lifecycle.fail(self, cause)
+        if self.inner.foreign:
+            raise CommunicatorClosedError(f"abort: {self.inner.foreign}")
+        self.inner.fail(Failure("aborted", self.rank, f"rank {self.rank} aborted: {reason}"))
 
     def close(self) -> None:
         """Close the communicator and the groups made from it.
@@ -1254,18 +1028,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         which another thread of this rank waits raises ``CommunicatorClosedError`` at once. A second
         close does nothing; any other use afterwards raises ``CommunicatorClosedError``.
         """
-        lifecycle.close(self, Deadline(self.timeout))
-
-    def leave(self, deadline: Deadline | None = None) -> None:
-        """Close the transports of this communicator and its groups, without waiting for a rank.
-
-        It is for the end of a process, or of a thread that is a rank. Programs call :meth:`close`.
-
-        Args:
-            deadline: if given, first wait until this moment for the calls in the background that
-                other ranks need.
-        """
-        lifecycle.leave(self, deadline)
+        self.inner.close(Deadline(self.timeout))
 
     def __enter__(self) -> Self:
         return self
@@ -1277,7 +1040,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         trace: TracebackType | None,
     ) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self.fail(error)
+            self.inner.fail(error)
         self.close()
 
     def __copy__(self) -> Self:

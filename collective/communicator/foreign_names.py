@@ -46,7 +46,6 @@ _CALLS: dict[str, tuple[str, ...]] = {
         "Alltoallw",
     ),
     "all_to_all(x, async_op=True)": ("Ialltoallv", "Ialltoallw", "alltoall_async"),
-    "agree(flag)": ("Agree", "Iagree"),
     "barrier()": ("Barrier", "barrier_all", "monitored_barrier", "Ibarrier"),
     "broadcast(x, root=0)": ("Bcast", "Ibcast", "bcast", "broadcast_", "broadcast_multigpu"),
     "broadcast(x, async_op=True)": ("broadcast_async", "broadcast_async_"),
@@ -56,10 +55,6 @@ _CALLS: dict[str, tuple[str, ...]] = {
     "broadcast_object(obj, root=0)": ("broadcast_object_list", "bcast_obj"),
     "gather(x, root=0)": ("Gather", "Gatherv", "gatherv", "Igather", "Igatherv"),
     "gather_object(obj, root=0)": ("gather_obj",),
-    "plan(operation, x, ...), which prepares a call to be made often": (
-        "Allreduce_init", "Allgather_init", "Alltoall_init", "Barrier_init", "Bcast_init",
-        "Gather_init", "Reduce_init", "Scan_init", "Scatter_init", "Reduce_scatter_init",
-    ),
     "reduce(x, root=0, op='sum')": ("Reduce", "Ireduce", "reduce_multigpu"),
     "reduce_scatter(x, op='sum')": (
         "Reduce_scatter", "Reduce_scatter_block", "reduce_scatter_tensor", "reducescatter",
@@ -92,7 +87,7 @@ _CALLS: dict[str, tuple[str, ...]] = {
         "new_subgroups_by_enumeration",
     ),
     "group(ranks)": ("Create_group", "Incl", "add_process_set", "create_collective_group"),
-    "split_by_host()": ("Split_type", "COMM_TYPE_SHARED"),
+    "split('host')": ("Split_type", "COMM_TYPE_SHARED", "split_by_host"),
     "dup()": ("Dup", "Clone", "Idup", "Dup_with_info"),
     "grid(shape, periodic)": ("Create_cart", "Cart_create", "init_device_mesh"),
     "grid(shape).neighbours(axis)": ("Shift", "Cart_shift"),
@@ -114,6 +109,10 @@ _IN_WORDS: dict[str, tuple[str, ...]] = {
     "work.done(), where work is what a call with async_op=True returns": (
         "Test", "Testall", "Testany", "Testsome", "testall", "testany", "poll",
     ),
+    "the call itself, as comm.all_reduce(x, out=y): a repeated call finds its plan again": (
+        "Allreduce_init", "Allgather_init", "Alltoall_init", "Barrier_init", "Bcast_init",
+        "Gather_init", "Reduce_init", "Scan_init", "Scatter_init", "Reduce_scatter_init", "plan",
+    ),
     "a call on a list of arrays, which is sent as one": ("groupStart", "groupEnd"),
     "`with collective.init() as comm:`, which closes comm at its end": ("finalize",),
     "DistributedDataParallel.join() of collective.adapters.torch": ("join",),
@@ -126,6 +125,8 @@ _IN_WORDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 #: Replacements that differ for a communicator (first) and for the package (second).
 _OF_BOTH: dict[str, tuple[str, str]] = {
+    "Agree": ("comm.membership.agree(flag)", "collective.current().membership.agree(flag)"),
+    "Iagree": ("comm.membership.agree(flag)", "collective.current().membership.agree(flag)"),
     "Abort": ("comm.abort(reason)", "collective.current().abort(reason)"),
     "allreduce_obj": (
         "comm.all_reduce(number), or comm.all_gather_object(obj)",
@@ -202,6 +203,19 @@ _OF_PACKAGE = {
     "is_initialized": "collective.current(), which raises where there is none",
     "shutdown": "comm.close(), or `with collective.init() as comm:`",
 }
+for _holder, _names in {
+    # Names that a communicator once had itself.
+    "inner": (
+        "adopt", "check", "enqueues", "expects", "fail", "foreign", "leave", "listen", "on_host",
+        "succession", "transport",
+    ),
+    "membership": (
+        "agree", "generation", "grows", "joins", "lost", "origin", "shrink_timeout", "waiting",
+    ),
+}.items():  # fmt: skip
+    for _name in _names:
+        _place = f"{_holder}.{_name}"
+        _OF_BOTH[_name] = (f"comm.{_place}", f"collective.current().{_place}")
 _CALL_OF = {name: call for call, names in _CALLS.items() for name in names}
 _WORDS_OF = {name: words for words, names in _IN_WORDS.items() for name in names}
 _OF_COMMUNICATOR = _CALL_OF.keys() | _WORDS_OF.keys() | _OF_BOTH.keys()
@@ -256,7 +270,7 @@ def remedy_of(name: str, of: str) -> str | None:
 
 
 class _Foreign:
-    """Descriptor for a foreign name: reading it raises an ``AttributeError`` with the remedy."""
+    """Descriptor for a foreign name: any use raises an ``AttributeError`` with the remedy."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -266,6 +280,9 @@ class _Foreign:
         raise AttributeError(
             f"{owner.__name__!r} object has no attribute {self._name!r}; use {remedy}"
         )
+
+    def __set__(self, instance: object, value: object) -> NoReturn:
+        self.__get__(instance, type(instance))
 
 
 def _dir(self: object) -> list[str]:

@@ -7,11 +7,14 @@ import math
 import operator
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Generic, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 from collective.errors import InvalidArgumentError, RankError
 
-from .status import NULL
+from .calls.message import NULL
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
 
 __all__ = ["Grid"]
 
@@ -29,16 +32,7 @@ _FOREIGN = {
 }
 
 
-class _Groupable(Protocol):
-    """Communicator as a grid uses it."""
-
-    rank: int
-    size: int
-
-    def group(self: C, ranks: Sequence[int]) -> C: ...
-
-
-C = TypeVar("C", bound=_Groupable)
+C = TypeVar("C", bound="Communicator")
 
 
 class Grid(Generic[C]):
@@ -177,11 +171,11 @@ class Grid(Generic[C]):
         return axis % axes
 
 
-def _who(comm: _Groupable) -> str:
+def _who(comm: Communicator) -> str:
     return f"[rank {comm.rank} of {comm.size}]"
 
 
-def _completed(comm: _Groupable, shape: int | Sequence[int | None] | None) -> tuple[int, ...]:
+def _completed(comm: Communicator, shape: int | Sequence[int | None] | None) -> tuple[int, ...]:
     """Return the shape of a grid of all ranks, with the lengths computed that are None or -1."""
     lengths = shape if isinstance(shape, Sequence) else (shape,)
     try:

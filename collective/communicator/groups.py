@@ -1,18 +1,18 @@
-"""Groups: communicators of some or all of the ranks of a communicator."""
+"""Communicators that are made from others: groups of their ranks, and next generations."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from collective.algorithms.messages import GROUP_TAG
 from collective.contract.backend import Backend
-from collective.contract.descriptors import shortage
 from collective.contract.failure import Failure
+from collective.contract.process import shortage
 from collective.contract.stalls import Membership
 from collective.deadline import Deadline
 from collective.errors import (
@@ -23,18 +23,20 @@ from collective.errors import (
     PeerLostError,
     RankError,
 )
+from collective.generations.lineage import Lineage
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.request import Request, call_site, differing
 
 from .calls.call import Call
-from .comm import Comm
-from .lifecycle import abort, made_alike
-from .object_calls import ObjectCalls
+from .host_calls import ObjectCalls
 
-__all__ = ["group", "split", "split_by_host"]
+if TYPE_CHECKING:
+    from .communicator import Communicator
 
-C = TypeVar("C", bound=Comm)
+__all__ = ["group", "split", "succeed"]
+
+C = TypeVar("C", bound="Communicator")
 _UINT8 = BY_NAME["uint8"]
 # Length of a member's note to the leader, and of the leader's answer.
 _NOTE_BYTES, _ANSWER_BYTES = 4 << 10, 16 << 10
@@ -67,7 +69,7 @@ class _Grouping(Call):
 
     operation = "group"
 
-    def __init__(self, comm: Comm, members: Sequence[int]) -> None:
+    def __init__(self, comm: Communicator, members: Sequence[int]) -> None:
         super().__init__(comm._path)
         self._comm = comm
         self._members = members
@@ -81,7 +83,7 @@ class _Grouping(Call):
                 listener.group(child, members)
         except BaseException as error:
             # The other members already have the group, and would wait in it for this rank.
-            abort(comm, Failure.caused_by(comm.rank, error))
+            comm.inner.fail(error)
             raise
         return child
 
@@ -94,22 +96,23 @@ class _Grouping(Call):
 def _child(comm: C, backend: Backend, members: Sequence[int], deadline: Deadline) -> C:
     """Return the communicator over a group's transport, as a child of ``comm``."""
     child = made_alike(comm, backend, backend.rank, backend.size, None)
-    child._membership = Membership(child, comm._membership, members)
-    lineage = comm._succession.lineage
+    comm.inner.children.add(child.inner)  # so that it is closed with comm, even if this fails
+    child.inner.family = Membership(child._path, comm.inner.family, members)
+    lineage = comm.inner.succession.lineage
     if lineage is not None:
-        child._succession.lineage = lineage.group(backend, members, child._membership.name)
+        name = child.inner.family.name
+        child.inner.succession.lineage = lineage.group(backend, members, name)
     if comm.capabilities.across_hosts:
         hosts = _hosts(child, comm.host, deadline)
         child.local_rank = hosts[: child.rank].count(comm.host)
         child.local_size = hosts.count(comm.host)
-    comm._children.add(child)
     return child
 
 
-def split(comm: C, color: int | None, key: int) -> C | None:
+def split(comm: C, color: int | str | None, key: int) -> C | None:
     """Return the communicator of the ranks with one colour; see ``Communicator.split``."""
     for name, value in (("color", color), ("key", key)):
-        if value is None and name == "color":
+        if name == "color" and value in (None, "host"):
             continue
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise InvalidArgumentError(
@@ -119,31 +122,26 @@ def split(comm: C, color: int | None, key: int) -> C | None:
             raise InvalidArgumentError(
                 f"split: {name} {value!r}; expected an integer of 64 bits {comm._path.who}."
             )
-    mine = np.array([[color is not None, color or 0, key]], np.int64)
     deadline = _begun(comm)
-    table = comm.on_host.all_gather(mine, counts=[1] * comm.size, timeout=deadline)
+    if color == "host":
+        color = _hosts(comm, comm.host, deadline).index(comm.host)
+    mine = np.array([[color is not None, color or 0, key]], np.int64)
+    table = comm.inner.on_host.all_gather(mine, counts=[1] * comm.size, timeout=deadline)
     if color is None:
         return None
     members = [r for r in range(comm.size) if table[r, 0] and table[r, 1] == color]
     return group(comm, sorted(members, key=lambda r: (table[r, 2], r)), deadline)
 
 
-def split_by_host(comm: C) -> C:
-    """Return the communicator of the ranks on this host."""
-    deadline = _begun(comm)
-    hosts = _hosts(comm, comm.host, deadline)
-    return group(comm, [r for r in range(comm.size) if hosts[r] == comm.host], deadline)
-
-
-def _begun(comm: Comm) -> Deadline:
+def _begun(comm: Communicator) -> Deadline:
     """Return the deadline of a call of several steps, once its turn has come."""
     comm._path.lane.drain(Deadline.never())  # each call in the lane has a deadline of its own
     return Deadline(comm._path.timeout)
 
 
-def _hosts(comm: Comm, host: str, deadline: Deadline) -> list[str]:
+def _hosts(comm: Communicator, host: str, deadline: Deadline) -> list[str]:
     """Return the ranks' hosts; this rank's is ``host``."""
-    calls = ObjectCalls(comm.on_host, "group", pickle=False, open_to_others=False)
+    calls = ObjectCalls(comm._path, "group", pickle=False, open_to_others=False)
     return calls.all_gather(host, deadline)
 
 
@@ -241,3 +239,48 @@ class _MemberMail:
         self._backend.recv(buffer, src, GROUP_TAG, self._deadline)
         message: dict[str, Any] = json.loads(buffer.array.tobytes().rstrip(b"\0"))
         return message
+
+
+# -- next generations ---------------------------------------------------------------------
+
+
+def made_alike(
+    comm: C, backend: Backend, local_rank: int, local_size: int, lineage: Lineage | None
+) -> C:
+    """Return a communicator over another transport, otherwise with the settings of ``comm``."""
+    return type(comm)(
+        backend,
+        local_rank=local_rank,
+        local_size=local_size,
+        host=comm.host,
+        timeout=comm.timeout,
+        check=comm._path.check,
+        lineage=lineage,
+        open_to_others=comm.inner.open_to_others,
+    )
+
+
+def succeed(comm: C, backend: Backend, lineage: Lineage, deadline: Deadline) -> C:
+    """Return the communicator of the next generation, and close ``comm``.
+
+    Args:
+        comm: communicator of the last generation.
+        backend: transport of the next generation.
+        lineage: lineage of the next generation.
+        deadline: deadline for the wait for background calls of ``comm``.
+    """
+    successor = made_alike(comm, backend, lineage.local_rank, lineage.local_size, lineage)
+    members = [rank for rank in range(comm.size) if rank not in lineage.lost]
+    succession = comm.inner.succession
+    succession.hand_over(successor.inner.succession, backend.name, successor.rank == 0)
+    try:
+        for listener in comm._path.listeners.all:
+            listener.group(successor, members)
+        if succession.on_next is not None:
+            succession.on_next(successor)
+    except BaseException as error:
+        # The other ranks already have the next generation, and would wait in it for this rank.
+        successor.inner.fail(error)
+        raise
+    comm.inner.close(deadline)
+    return successor

@@ -178,8 +178,8 @@ def _parsed(text: str) -> Any:
         raise ValueError(f"it is nested more than {_DEEPEST} times")
     # Calling a Python function for each integer is slow, so it is done only if Python itself does
     # not refuse long integers.
-    limit = sys.get_int_max_str_digits() if hasattr(sys, "get_int_max_str_digits") else 0
-    return (_PARSER if 0 < limit <= _DECIMAL_DIGITS else _WARY_PARSER).decode(text)
+    is_safe = 0 < sys.get_int_max_str_digits() <= _DECIMAL_DIGITS
+    return (_PARSER if is_safe else _WARY_PARSER).decode(text)
 
 
 def _depth(text: str) -> int:

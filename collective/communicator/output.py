@@ -9,12 +9,10 @@ import numpy as np
 
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
 from collective.memory import nested
-from collective.memory.arrays import Adapter, adapter_of
+from collective.memory.arrays import NUMBERS, Adapter, Staged, adapter_of
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
-from collective.memory.numbers import NUMBERS
 from collective.memory.overlap import find_overlap, writable_arrays
-from collective.memory.through_host import Staged
 
 __all__ = ["Output", "input_buffer", "outputs_of", "refuse_overlap", "same_memory"]
 

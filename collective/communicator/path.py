@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -29,16 +30,18 @@ from collective.memory.buffer import Buffer, Spot
 from collective.memory.dtypes import BY_NUMPY
 from collective.request import Disagreement, Request, describe, differing
 
+from .calls.call import Call, Planned
 from .foreign_names import explain_arguments
-from .listener import CallEvent, Listener
-from .listeners import Listeners
-from .planned import Planned
+from .listener import CallEvent, Listener, Listeners
 from .results import Results, interval_of
-from .streams import Near, enqueue, synchronized, with_site
+from .streams import enqueue, synchronized, with_site
 
 if TYPE_CHECKING:
     from collective.contract.backend import Plan
     from collective.native._core import Door
+
+    from .calls.message import Message
+    from .posted import PostedWork
 
 __all__ = ["Path"]
 
@@ -49,41 +52,6 @@ T = TypeVar("T")
 _REMEMBERED = 1024
 # Number of message lanes that a path keeps. Each lane may keep a thread alive for some seconds.
 _LANES = 64
-
-
-class Runnable(Protocol):
-    """Interface of a collective call; see :class:`collective.communicator.calls.Call`."""
-
-    operation: str
-    several_streams: bool
-
-    @property
-    def near(self) -> Near | None: ...
-
-    def prepare(self) -> Runnable: ...
-
-    def plan_for_c(self) -> Planned | None: ...
-
-    def perform(self, deadline: Deadline) -> Any: ...
-
-    def go_on(self, headers: Sequence[dict[str, Any]], deadline: Deadline) -> Any: ...
-
-
-class Postable(Protocol):
-    """Interface of a point-to-point call."""
-
-    def try_in_c(self, seconds: float) -> Any: ...
-
-    def make_in_python(self, seconds: float, async_op: bool) -> Any: ...
-
-
-class KindOfCall(Protocol):
-    """Interface of a class of calls for the native core; see :meth:`calls.call.Call.of_plain`."""
-
-    def of_plain(
-        self, path: Path, x: Any, out: Any, *, op: Any = ..., order: Any = ..., root: Any = ...,
-        counts: Any = ...,
-    ) -> Runnable: ...  # fmt: skip
 
 
 if TYPE_CHECKING:
@@ -114,6 +82,7 @@ class Path(_Gate):
             capturing the call.
         opened: how often the doors have been opened, which changes the way of calls.
         rank, size, who: this rank, the number of ranks, and both as error texts show them.
+        payload_tag: as of the transport; see :class:`Backend`.
         on_device, on_host: whether the transport takes arrays on GPUs without staging, and arrays
             on the CPU.
         enqueues: whether calls on GPU arrays return once they are enqueued. The ranks compare such
@@ -162,6 +131,7 @@ class Path(_Gate):
         self.check = check
         self.backend = backend
         self.capabilities = able = backend.capabilities
+        self.payload_tag = backend.payload_tag
         self.on_device = "cuda" in able.devices
         self.on_host = "cpu" in able.devices
         self.enqueues = backend.enqueues
@@ -173,13 +143,15 @@ class Path(_Gate):
         self.lane_name = f"collective-{backend.name}-{backend.rank}"
         self.lane = Lane(self.lane_name)
         self.lanes = {}
+        self._receives: dict[int, list[PostedWork]] = {}
+        self._steps = threading.Lock()  # of the messages in flight
         self.listeners = Listeners()
         interval = interval_of(check) if backend.size > 1 else 0
         if interval and backend.enqueues:
             raise UnsupportedError(
                 f"check: {check!r} is not supported by backend {backend.name!r} {self.who}, whose "
                 "calls return before their results are there. Use check='always', or another "
-                "backend, such as 'gloo'."
+                "backend, such as 'tcp'."
             )
         self.broken: CollectiveError | None = None
         self.recorder = Recorder(f"rank {self.rank} of {self.size} over {backend.name}")
@@ -193,6 +165,16 @@ class Path(_Gate):
         self.opened = 0
         self.door_of_library = None
         self.open_doors()
+
+    @functools.cached_property
+    def mail(self) -> Any:
+        """Engine of the transport for messages in flight; None if they are made in lanes.
+
+        Over MPI, posted messages and the others take different ways and could not meet. Where
+        results are compared, the comparison of each message follows it.
+        """
+        able = self.backend.payload_tag and self.results is None
+        return self.backend.mail if able else None
 
     # -- plain calls in C ---------------------------------------------------------------
 
@@ -216,7 +198,9 @@ class Path(_Gate):
         self.door_of_pieces = None if self.agree_sizes or self.enqueues else self.door
         self.door_of_scatter = self.door_of_pieces if self.scatters_at_once else None
         # Every message is compared, whatever the interval, and Python does that.
-        self.exchange = None if observed or self.results else self.backend.exchange
+        # Nor may a receive of C overtake those in flight.
+        withheld = observed or self.results or self._receives
+        self.exchange = None if withheld else self.backend.exchange
         self.door_of_library = self.door_of_scatter
         if self.drain is not None:
             # The program's calls wait first, which Python does.
@@ -235,19 +219,15 @@ class Path(_Gate):
     def _is_watched(self) -> bool:
         return bool(self.listeners.all or self.results or self._capture)
 
-    def plan_for_c(
-        self, kind: KindOfCall, x: Any, op: Any, order: Any, root: Any, counts: Any
-    ) -> Planned | None:
+    def plan_for_c(self, kind: type[Call], arguments: dict[str, Any]) -> Planned | None:
         """Return the plan of a plain call that C has not seen yet; None if Python makes the call.
 
         Args:
             kind: class of the call.
-            x, op, order, root, counts: arguments of the call, as C has sorted them. ``x`` is the
-                array that determines dtype and shape, even if the program passed it as ``out``.
+            arguments: those of the call that identify its plan. ``x`` is the array that determines
+                dtype and shape, even if the program passed it as ``out``.
         """
-        return kind.of_plain(
-            self, x, None, op=op, order=order, root=root, counts=counts
-        ).plan_for_c()
+        return kind(self, **arguments).plan_for_c()
 
     def run_python_plan(
         self, request: Request, plan: Plan, x: Any, x_count: int, out: Any, out_count: int,
@@ -293,9 +273,8 @@ class Path(_Gate):
         )
 
     def recover_for_c(
-        self, kind: KindOfCall, x: Any, out: Any, op: Any, order: Any, root: Any, counts: Any,
-        error: BaseException,
-    ) -> Any:  # fmt: skip
+        self, kind: type[Call], arguments: dict[str, Any], error: BaseException
+    ) -> Any:
         """Recover from the failure of a call that C made, as the call in Python would, or raise."""
         self.note_failure(error)
         if not isinstance(error, Disagreement):
@@ -304,7 +283,7 @@ class Path(_Gate):
             finally:
                 # Break the cycle error → traceback → frame → error, which keeps the call's arrays.
                 del error
-        call = kind.of_plain(self, x, out, op=op, order=order, root=root, counts=counts).prepare()
+        call = kind(self, **arguments).prepare()
         began = self.recorder.entries(1)[0].began
         return call.go_on(error.headers, Deadline.since(began, self.timeout))
 
@@ -344,7 +323,7 @@ class Path(_Gate):
 
     # -- collective calls ---------------------------------------------------------------
 
-    def make(self, call: Runnable, timeout: float | Deadline | None, async_op: bool) -> Any:
+    def make(self, call: Call, timeout: float | Deadline | None, async_op: bool) -> Any:
         """Make a collective call, and return its result.
 
         Args:
@@ -360,7 +339,7 @@ class Path(_Gate):
             timeout = self.check_timeout(timeout)
         return self.go(prepared, timeout, async_op)
 
-    def go(self, call: Runnable, limit: float | Deadline, async_op: bool = False) -> Any:
+    def go(self, call: Call, limit: float | Deadline, async_op: bool = False) -> Any:
         """Run a prepared call at once, or in its turn after the calls in the lane.
 
         A call always waits for the calls in the lane, even if it is synchronous. Collective calls
@@ -386,12 +365,6 @@ class Path(_Gate):
             return run()
         work = self.lane.submit(call.operation, with_site(run))
         return work if async_op else work.wait()
-
-    def go_again(self, call: Runnable, seconds: float, async_op: bool) -> Any:
-        """Run a call again that was prepared before; refuse it if the communicator is closed."""
-        if self.closed:
-            self.backend.refuse_broken(call.operation)
-        return self.go(call, seconds, async_op)
 
     def carry(
         self, planned: Planned, src: Buffer | Spot | None, dst: Buffer | Spot | None,
@@ -517,7 +490,7 @@ class Path(_Gate):
 
     # -- messages -----------------------------------------------------------------------
 
-    def post(self, message: Postable, timeout: float | None, async_op: bool) -> Any:
+    def post(self, message: Message, timeout: float | None, async_op: bool) -> Any:
         """Make a point-to-point call: at once, or in the lane of its direction, peer and tag.
 
         Args:
@@ -544,6 +517,71 @@ class Path(_Gate):
             self.note_failure(error)
             raise
 
+    def enlist(self, tag: int, work: PostedWork) -> None:
+        """Note a receive in flight. Until it is over, all receives of this rank are posted."""
+        self._receives.setdefault(tag, []).append(work)
+        self.exchange = None
+
+    def retire(self, tag: int, work: PostedWork) -> None:
+        """Note that a message in flight is over, which may be a receive."""
+        works = self._receives.get(tag, [])
+        if work in works:
+            works.remove(work)
+            if not works:
+                del self._receives[tag]
+            if not self._receives:
+                self.open_doors()
+
+    def receives_before(self, tag: int, work: PostedWork) -> list[PostedWork]:
+        """Return the receives in flight with a tag that were posted before ``work``."""
+        works = self._receives.get(tag, [])
+        return works[: works.index(work)] if work in works else []
+
+    def take_steps(self, works: Sequence[PostedWork]) -> None:
+        """Take the steps of messages in flight; of receives with one tag, in posted order.
+
+        One thread at a time takes steps: the order of the receives with one tag counts. Another one
+        goes on at once, since it may hold what the first one needs.
+        """
+        if not self._steps.acquire(blocking=False):
+            return
+        try:
+            for work in works:
+                work.take_steps()
+        finally:
+            self._steps.release()
+
+    def _receives_in_order(self) -> list[PostedWork]:
+        return [work for works in list(self._receives.values()) for work in works]
+
+    def busy(self) -> bool:
+        """Return whether messages are in flight; see :class:`collective.contract.mail.InFlight`."""
+        return bool(self._receives or self.mail.busy())
+
+    def progress(self) -> None:
+        """Move the messages in flight, and take the steps of the receives."""
+        self.mail.progress()
+        self.take_steps(self._receives_in_order())
+
+    def disown(self) -> None:
+        """Touch the messages no more, in a forked child."""
+        self._receives.clear()
+        self.mail.disown()
+
+    def posts(self, near: object = None) -> bool:
+        """Return whether a message is posted in place of being made in a lane.
+
+        Args:
+            near: the message's array on a GPU, if it has one.
+        """
+        able = self.mail is not None and near is None and self.broken is None
+        return able and not self.listeners.all and self.drain is None
+
+    @property
+    def receives(self) -> bool:
+        """Whether receives are in flight."""
+        return bool(self._receives)
+
     def lane_of(self, direction: tuple[Any, ...], name: str) -> Lane:
         """Return the lane of messages of one direction, peer and tag."""
         lane = self.lanes.get(direction)
@@ -552,7 +590,7 @@ class Path(_Gate):
             if len(self.lanes) >= _LANES:
                 for idle in [key for key, lane in self.lanes.items() if lane.idle]:
                     del self.lanes[idle]
-            lane = self.lanes[direction] = self.listeners.lane_of_messages(name)
+            lane = self.lanes[direction] = self.listeners.lane(name)
             lane.delivers = direction[0] == "send"
         return lane
 
@@ -615,6 +653,26 @@ class Path(_Gate):
         if planned is None:
             known = Request(what, root=root) if request is None else request
             planned = self.remember(key, self.planned(known.preceding(operation, elements)))
+        return planned
+
+    @property
+    def object_heads(self) -> bool:
+        """Whether the broadcast of an object begins with a head, where that of an array does not.
+
+        The transport compares the calls by itself. No rank but the root knows the object's length,
+        so without a head each such call would differ first.
+        """
+        return not (self.agree_sizes or self.agree_first or self.enqueues or self.results)
+
+    def object_head_plan(self, root: int) -> Planned:
+        """Return the plan of the operation that carries the head of an object from ``root``."""
+        key = "object head", root
+        planned = self.plans.get(key)
+        if planned is None:
+            # A step has another digest than the comparison of an array's broadcast.
+            call = Request("broadcast", root=root, object=True).preceding("broadcast")
+            planned = self.planned(call.step(1, "broadcast", root=root), fixed=True)
+            self.remember(key, planned)
         return planned
 
     def break_mismatch(
@@ -712,7 +770,7 @@ class Path(_Gate):
     def listen(self, listener: Listener) -> None:
         """Notify ``listener`` of every call from now on."""
         self.listeners.add(listener)
-        lane = listener.lane(self.lane_name, messages=False)
+        lane = listener.lane(self.lane_name)
         # No call may be in flight in the old lanes here: later calls would overtake it.
         if lane is not None:
             self.lane = lane
@@ -730,13 +788,23 @@ class Path(_Gate):
             self.drain()
         for lane in (self.lane, *self.lanes.values()):
             lane.close(deadline)
+        for work in self._receives_in_order():
+            work.settle(deadline)
+        self.deliver(deadline)
+        self._receives.clear()
         self.shut()
         self.broken = None
+
+    def deliver(self, deadline: Deadline) -> None:
+        """Wait until the posted sends have left, or until they cannot."""
+        mail = self.backend.__dict__.get("mail")
+        if mail is not None:
+            mail.deliver(deadline)
 
     def shut(self) -> None:
         """Refuse all further calls from now on."""
         self.closed = True
-        # Prepared calls would keep calling the transport, and the frames of an error would keep the
+        # C would keep calling the plans, and the frames of an error would keep the
         # transport alive.
         self.plans.clear()
         self.open_doors()
@@ -791,7 +859,7 @@ class _Capture:
         self.error = error
 
 
-def _perform(call: Runnable, limit: float | Deadline) -> Any:
+def _perform(call: Call, limit: float | Deadline) -> Any:
     return call.perform(Deadline.of(limit))
 
 

@@ -15,8 +15,8 @@ from collective.memory.buffer import Buffer
 from collective.request import in_thread
 
 if TYPE_CHECKING:
+    from .calls.call import Planned
     from .communicator import Communicator
-    from .planned import Planned
 
 __all__ = ["RepeatedCall", "view"]
 

@@ -8,40 +8,42 @@ results.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from collective import native
 from collective.deadline import Deadline
 from collective.errors import CollectiveError, CorruptionError
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.request import Disagreement, Request, call_site, name_ranks
 
-from .checksums import checksum, joined, on_host
-from .planned import Planned
+from .calls.call import Planned
 
 if TYPE_CHECKING:
-    from collective.contract.backend import Backend
     from collective.contract.recorder import Recorder
 
-    from .heads import Head
+    from .calls.heads import Head
+    from .path import Path
+
+    #: Head and payload of a message.
+    Parts = tuple[Head, Buffer | None]
 
 __all__ = [
     "Results",
-    "exchange_checksums",
+    "checksum",
+    "compare_messages",
     "interval_of",
-    "receive_checksum",
-    "send_checksum",
+    "sums_of",
 ]
 
 _UINT8 = BY_NAME["uint8"]
-# Bytes that a rank announces of its result; see collective/native/shared.h.
-_ANNOUNCED_BYTES = 24
 # Operations that only move data: the rank that sends a piece knows it.
 _MOVES = ("all_gather", "all_to_all", "broadcast", "gather", "scatter")
 # Bits of the greatest number of each floating-point type that is no NaN, infinity included.
@@ -60,27 +62,6 @@ _CAUSE = (
 Array = np.ndarray[Any, Any]
 #: Result of a plan's method ``summed``; see :data:`collective.contract.backend.Plan`.
 _Report = tuple[int, int, int, "bytes | None"]
-
-
-class _Path(Protocol):
-    """Part of a communicator's path that comparing results needs."""
-
-    rank: int
-    size: int
-    who: str
-    backend: Backend
-    recorder: Recorder
-    plans: dict[Any, Planned]
-
-    def remember(self, key: Any, planned: Planned) -> Planned: ...
-
-    def run_recorded(
-        self, planned: Planned, src: Any, dst: Buffer | None, deadline: Deadline
-    ) -> None: ...
-
-    def transfer(self, method: Callable[..., Any], *args: Any) -> Any: ...
-
-    def fail_halfway(self, error: BaseException) -> None: ...
 
 
 def interval_of(check: str) -> int:
@@ -107,7 +88,7 @@ class Results:
         self._ring.interval = interval
         self._ring.left = interval - 1
 
-    def around(self, path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline) -> None:
+    def around(self, path: Path, planned: Planned, src: Any, dst: Any, deadline: Deadline) -> None:
         """Run a call, and compare its results on all ranks.
 
         Args:
@@ -144,7 +125,7 @@ class Results:
         ring.left = ring.left - 1 if ring.left > 0 else ring.interval - 1
 
     def compare(
-        self, path: _Path, request: Request, report: _Report, dst: Buffer, deadline: Deadline
+        self, path: Path, request: Request, report: _Report, dst: Buffer, deadline: Deadline
     ) -> None:
         """Compare the results of an ``all_reduce`` that C has made.
 
@@ -161,7 +142,7 @@ class Results:
 
 
 @contextmanager
-def _telling_peers(path: _Path) -> Iterator[None]:
+def _telling_peers(path: Path) -> Iterator[None]:
     """Break the communicator if the body fails on this rank only.
 
     The peers would wait for this rank: in the call, or for its checksums.
@@ -178,37 +159,9 @@ def _telling_peers(path: _Path) -> Iterator[None]:
 # -- one call, and this rank's checksums -----------------------------------------------------------
 
 
-class _Announced:
-    """Checksums of all ranks' results, which the ranks have announced within the call.
-
-    Args:
-        words: for each rank three words of 64 bits: two that make up the checksum, and the
-            complement of their exclusive or.
-    """
-
-    __slots__ = ("_words",)
-
-    def __init__(self, words: bytes) -> None:
-        self._words = words
-
-    @property
-    def alike(self) -> bool:
-        """Whether all ranks have announced the same as the first one, undamaged."""
-        first = self._words[:_ANNOUNCED_BYTES]
-        total, placed, shows = struct.unpack("=3Q", first)
-        copies = len(self._words) // _ANNOUNCED_BYTES
-        return shows == ~(total ^ placed) % 2**64 and self._words == first * copies
-
-    def read(self) -> tuple[Array, list[int]]:
-        """Return the checksums, one row for each rank, and the ranks whose row was damaged."""
-        rows = np.frombuffer(self._words, np.uint64).reshape(-1, _ANNOUNCED_BYTES // 8)
-        damaged = np.flatnonzero(rows[:, 2] != ~(rows[:, 0] ^ rows[:, 1]))
-        return rows[:, :2], damaged.tolist()
-
-
 def _run_equal(
-    path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline
-) -> Array | _Announced:
+    path: Path, planned: Planned, src: Any, dst: Any, deadline: Deadline
+) -> Array | bytes:
     """Run a call whose result is the same on all ranks; return the checksum of the result.
 
     A plan in C may compute the checksum on the way, and announce it to the other ranks.
@@ -226,18 +179,21 @@ def _run_equal(
     return _of_report(reports[0], dst)
 
 
-def _of_report(report: _Report, dst: Buffer) -> Array | _Announced:
-    """Return the checksums that a plan has announced; or else the one of this rank's result."""
+def _of_report(report: _Report, dst: Buffer) -> Array | bytes:
+    """Return the rows that all ranks have announced; or else the checksum of this rank's result.
+
+    A row has two words that make up the checksum, and a third one; see :class:`_Checksums`.
+    """
     total, placed, nbytes, announced = report
     if announced is not None:
-        return _Announced(announced)
+        return announced
     summed = nbytes == dst.nbytes
     return np.array(
-        [joined([(total, placed, nbytes)]) if summed else checksum(dst.array)], np.uint64
+        [_joined([(total, placed, nbytes)]) if summed else checksum(dst.array)], np.uint64
     )
 
 
-def _run_moves(path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline) -> Array:
+def _run_moves(path: Path, planned: Planned, src: Any, dst: Any, deadline: Deadline) -> Array:
     """Run a call that moves data; return the checksums of the pieces sent and received."""
     size, rank = path.size, path.rank
     words = np.zeros(2 * size, np.uint64)
@@ -250,7 +206,7 @@ def _run_moves(path: _Path, planned: Planned, src: Any, dst: Any, deadline: Dead
     return words
 
 
-def _run_twice(path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline) -> Array:
+def _run_twice(path: Path, planned: Planned, src: Any, dst: Any, deadline: Deadline) -> Array:
     """Run a call twice; return the checksums of this rank's two results."""
     words = np.zeros(2, np.uint64)
     # The first result goes to memory of its own: the second may overwrite the input.
@@ -266,7 +222,7 @@ def _run_twice(path: _Path, planned: Planned, src: Any, dst: Any, deadline: Dead
     return words
 
 
-_RUNS: dict[str, Callable[[_Path, Planned, Any, Any, Deadline], Array | _Announced]] = {
+_RUNS: dict[str, Callable[[Path, Planned, Any, Any, Deadline], Array | bytes]] = {
     "all_reduce": _run_equal,
     **dict.fromkeys(_MOVES, _run_moves),
     **dict.fromkeys(_TWICE, _run_twice),
@@ -282,7 +238,7 @@ def _without_payloads(buffer: Buffer) -> Array | None:
     greatest = _GREATEST.get(buffer.dtype.name)
     if greatest is None:
         return None
-    array = on_host(buffer.array)
+    array = _on_host(buffer.array)
     width = array.itemsize // (2 if buffer.dtype.kind == "c" else 1)
     bits = array.view(f"u{width}")
     nan = (bits & bits.dtype.type((1 << (8 * width - 1)) - 1)) > greatest
@@ -292,68 +248,84 @@ def _without_payloads(buffer: Buffer) -> Array | None:
 # -- all ranks' checksums --------------------------------------------------------------------------
 
 
+class _Checksums:
+    """Checksums of all ranks' results.
+
+    The last word of a rank's row is the complement of the exclusive or of the others, so that a
+    flip in a message is not mistaken for a flip in a result.
+
+    Args:
+        rows: words of 64 bits, one row for each rank.
+    """
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, rows: Array) -> None:
+        self._rows = rows
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks have the same row, undamaged."""
+        first = self._rows[:1]
+        return bool((self._rows == first).all()) and not _damaged(first)
+
+    def read(self) -> tuple[Array, list[int]]:
+        """Return the checksums, one row for each rank, and the ranks whose row was damaged."""
+        return self._rows[:, :-1], _damaged(self._rows)
+
+
+def _damaged(rows: Array) -> list[int]:
+    ranks: list[int] = np.flatnonzero(~np.bitwise_xor.reduce(rows, axis=1)).tolist()
+    return ranks
+
+
 class _ChecksumGather(Planned):
     """Plan that gathers the checksums of a request's calls, with buffers for all these calls.
-
-    Each checksum travels with its complement, so that a flip in this message is not mistaken for a
-    flip in a result.
 
     Args:
         path: path of the communicator.
         call: request of the calls.
         count: number of checksums of each rank.
-
-    Attributes:
-        sent, received: the buffers.
     """
 
-    __slots__ = ("_received", "_sent", "received", "sent")
+    __slots__ = ("_dst", "_received", "_sent", "_src")
 
-    def __init__(self, path: _Path, call: Request, count: int) -> None:
-        self._sent = np.empty((2, count), np.uint64)
-        self._received = np.empty((path.size, 2, count), np.uint64)
-        self.sent, self.received = (
+    def __init__(self, path: Path, call: Request, count: int) -> None:
+        self._sent = np.empty(count + 1, np.uint64)
+        self._received = np.empty((path.size, count + 1), np.uint64)
+        self._src, self._dst = (
             Buffer(words.reshape(-1).view(np.uint8), _UINT8)
             for words in (self._sent, self._received)
         )
-        request = call.comparing_results([self.sent.count] * path.size)
+        request = call.comparing_results([self._sent.nbytes] * path.size)
         super().__init__(request, path.backend.plan(request), fixed=True, compares=True)
 
-    def write(self, words: Array) -> None:
-        """Write this rank's checksums, and clear those of the call before: 0 counts as damaged."""
-        self._received.fill(0)
-        self._sent[0] = words
-        np.invert(self._sent[0], out=self._sent[1])
-
-    @property
-    def alike(self) -> bool:
-        """Whether all ranks sent the same as this one."""
-        return self.received.array.tobytes() == self.sent.array.tobytes() * len(self._received)
-
-    def read(self) -> tuple[Array, list[int]]:
-        """Return the checksums, one row for each rank, and the ranks whose row was damaged."""
-        rows, complements = self._received[:, 0], self._received[:, 1]
-        damaged = np.flatnonzero((rows != ~complements).any(axis=1))
-        return rows, damaged.tolist()
+    def run(self, path: Path, words: Array, deadline: Deadline) -> _Checksums:
+        """Gather the checksums, of which this rank's are ``words``."""
+        self._received.fill(0)  # a row of zeros counts as damaged
+        self._sent[:-1] = words
+        self._sent[-1] = ~np.bitwise_xor.reduce(words)
+        path.run_recorded(self, self._src, self._dst, deadline)
+        return _Checksums(self._received)
 
 
 def _gather_and_check(
-    path: _Path, call: Request, checksums: Array | _Announced, dst: Any, deadline: Deadline
+    path: Path, call: Request, checksums: Array | bytes, dst: Any, deadline: Deadline
 ) -> None:
     """Check the checksums of the call that was made last, after gathering them if necessary.
 
     Args:
         path: path of the communicator.
-        call, checksums: request of the call, and its checksums.
+        call: request of the call.
+        checksums: those of this rank, or the rows of all ranks as bytes.
         dst: buffer of this rank's result.
 
     Raises:
         CorruptionError: as :func:`_refuse_damaged` and :func:`_refuse_wrong`.
     """
     number = path.recorder.started
-    shared: _Announced | _ChecksumGather
-    if isinstance(checksums, _Announced):
-        shared = checksums
+    if isinstance(checksums, bytes):
+        shared = _Checksums(np.frombuffer(checksums, np.uint64).reshape(path.size, -1))
     else:
         shared = _gather_checksums(path, call, checksums, deadline)
     if call.operation == "all_reduce" and shared.alike:
@@ -371,22 +343,21 @@ def _gather_and_check(
     _refuse_wrong(path, call, number, table)
 
 
-def _gather_checksums(
-    path: _Path, call: Request, words: Array, deadline: Deadline
-) -> _ChecksumGather:
+def _gather_checksums(path: Path, call: Request, words: Array, deadline: Deadline) -> _Checksums:
     """Gather the checksums of a call from all ranks, on every rank."""
     key = "results", call
     gather = path.plans.get(key)
     if gather is None:
         gather = path.remember(key, _ChecksumGather(path, call, words.size))
     assert isinstance(gather, _ChecksumGather)
-    gather.write(words)
-    path.run_recorded(gather, gather.sent, gather.received, deadline)
-    return gather
+    return gather.run(path, words, deadline)
 
 
-def _refuse_damaged(path: _Path, call: Request, number: int, damaged: Sequence[int]) -> None:
+def _refuse_damaged(path: Path, call: Request, number: int, damaged: Sequence[int]) -> None:
     """Check that no rank's checksums were damaged on their way to this rank.
+
+    If some were, break the communicator. The other ranks have read their checksums, so they go on
+    or compare again. This rank cannot know which, and its next call would meet another one.
 
     Args:
         number: number of the call.
@@ -396,14 +367,16 @@ def _refuse_damaged(path: _Path, call: Request, number: int, damaged: Sequence[i
         CorruptionError: some were damaged; raised on this rank only.
     """
     if damaged:
-        raise CorruptionError(
+        error = CorruptionError(
             f"{call.operation}: the checksums of {name_ranks(damaged)} for call {number} arrived "
             f"damaged {path.who}. {_CAUSE}",
             (path.rank,),
         )
+        path.tell_failure(error)
+        raise error
 
 
-def _refuse_wrong(path: _Path, request: Request, number: int, table: Array) -> None:
+def _refuse_wrong(path: Path, request: Request, number: int, table: Array) -> None:
     """Check that the results are what they must be, by the checksums of all ranks.
 
     Args:
@@ -433,44 +406,32 @@ def _refuse_wrong(path: _Path, request: Request, number: int, table: Array) -> N
 # -- messages -------------------------------------------------------------------------------------
 
 
-def send_checksum(
-    path: _Path, head: Head, payload: Buffer | None, dst: int, tag: int, deadline: Deadline
-) -> None:
-    """Send the checksum of a message, after the message itself."""
-    path.transfer(path.backend.send, _message(head, payload), dst, tag, deadline)
-
-
-def receive_checksum(
-    path: _Path, head: Head, payload: Buffer | None, src: int, tag: int, deadline: Deadline
-) -> None:
-    """Receive the checksum of a message, and compare the message with it.
-
-    Raises:
-        CorruptionError: the message has changed; only this rank knows.
-    """
-    arrived = Buffer.empty(16, _UINT8)
-    path.transfer(path.backend.recv, arrived, src, tag, deadline)
-    _compare_message(path, "recv", arrived, _message(head, payload), src, tag)
-
-
-def exchange_checksums(
-    path: _Path, sent: tuple[Head, Buffer | None], received: tuple[Head, Buffer | None], dst: int,
-    src: int, tag: int, deadline: Deadline,
+def compare_messages(
+    path: Path, what: str, sent: Parts | None, received: Parts | None, dst: int | None,
+    src: int | None, tag: int, deadline: Deadline,
 ) -> None:  # fmt: skip
-    """Exchange the checksums of the two messages of a ``sendrecv``; compare the received one.
+    """Exchange the checksums of a message sent and one received, and compare the received one.
+
+    Args:
+        path, what: path of the communicator, and the operation.
+        sent, received: heads and payloads of the two messages; None where there is no message.
+        dst, src, tag: destination, source and tag of the messages.
+        deadline: deadline of the call.
 
     Raises:
         CorruptionError: the received message has changed; only this rank knows.
     """
+    ours = None if sent is None else _message(*sent)
+    second = tag + path.payload_tag
     arrived = Buffer.empty(16, _UINT8)
-    path.transfer(path.backend.sendrecv, _message(*sent), dst, arrived, src, tag, deadline)
-    _compare_message(path, "sendrecv", arrived, _message(*received), src, tag)
-
-
-def _compare_message(
-    path: _Path, what: str, arrived: Buffer, computed: Buffer, src: int, tag: int
-) -> None:
-    if not np.array_equal(arrived.array, computed.array):
+    if received is None:
+        path.transfer(path.backend.send, ours, dst, second, deadline)
+        return
+    if ours is None:
+        path.transfer(path.backend.recv, arrived, src, second, deadline)
+    else:
+        path.transfer(path.backend.sendrecv, ours, dst, arrived, src, second, deadline)
+    if not np.array_equal(arrived.array, _message(*received).array):
         raise CorruptionError(
             f"{what}: the message with tag {tag} from rank {src} is not the one that rank {src} "
             f"sent {path.who}. {_CAUSE}",
@@ -571,3 +532,78 @@ def _find_changed_pieces(
         for src, ranks in faults.items()
     ]
     return sorted({rank for ranks in faults.values() for rank in ranks}), "; ".join(parts)
+
+
+# -- checksums, with the same value in C and in NumPy ----------------------------------------------
+
+# The same numbers as in collective/native/sums.c.
+_BLOCK_WORDS = 1 << 13
+_BLOCK_WEIGHT = 0x9E3779B97F4A7C15
+# NumPy adds the words of a block by rows and by columns. The index of a word is the sum of its
+# column and of the index at which its row begins.
+_COLUMNS = 128
+_SHAPE = _BLOCK_WORDS // _COLUMNS, _COLUMNS
+# Number of blocks that NumPy adds at a time, so that intermediate arrays stay in the caches.
+_AT_ONCE = 4
+
+#: The sum of the words, and the sum of the words times their weights, both modulo 2**64.
+Sums = tuple[int, int]
+
+
+def checksum(*arrays: Any) -> int:
+    """Return a checksum of 64 bits of the bytes of contiguous arrays.
+
+    Any single flipped bit changes the checksum, and so does any exchange of bytes, unless sums of
+    64 bits happen to be equal.
+    """
+    views = [_on_host(array) for array in arrays]
+    return _joined([(*sums_of(view), view.nbytes) for view in views])
+
+
+def _on_host(array: Any) -> Array:
+    """Return the array of a buffer as a NumPy array; a copy if it is on a GPU."""
+    return array if isinstance(array, np.ndarray) else np.asarray(array.to_host())
+
+
+def _joined(parts: list[tuple[int, int, int]]) -> int:
+    """Return the checksum of arrays from the sums and the number of bytes of each."""
+    words = [word for part in parts for word in part]
+    packed = struct.pack(f"<{len(words)}Q", *words)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+def sums_of(array: Array) -> Sums:
+    """Return the two sums of an array's bytes; ``collective/native/sums.h`` says what they are."""
+    data = array.reshape(-1).view(np.uint8)
+    in_c = native.sums()
+    return _sums_by_numpy(data) if in_c is None else in_c(data)
+
+
+def _sums_by_numpy(data: Array) -> Sums:
+    whole = data.size // 8 * 8
+    words = data[:whole].view(np.uint64)
+    if whole < data.size:
+        rest = np.zeros(8, np.uint8)
+        rest[: data.size - whole] = data[whole:]
+        words = np.concatenate([words, rest.view(np.uint64)])
+    full = words.size // _BLOCK_WORDS
+    blocks = words[: full * _BLOCK_WORDS].reshape(full, *_SHAPE)
+    parts = [blocks[start : start + _AT_ONCE] for start in range(0, full, _AT_ONCE)]
+    if words.size % _BLOCK_WORDS:
+        last = np.zeros(_BLOCK_WORDS, np.uint64)
+        last[: words.size % _BLOCK_WORDS] = words[full * _BLOCK_WORDS :]
+        parts.append(last.reshape(1, *_SHAPE))
+    total = placed = 0
+    rows = np.arange(0, _BLOCK_WORDS, _COLUMNS, dtype=np.uint64)
+    columns = np.arange(_COLUMNS, dtype=np.uint64)
+    first = 1
+    for part in parts:  # NumPy's arithmetic on arrays wraps silently
+        counted = part + (part >> np.uint64(32))
+        of_rows, of_columns = counted.sum(axis=2), counted.sum(axis=1)
+        of_blocks = of_rows.sum(axis=1)
+        weights = np.arange(first, first + len(part), dtype=np.uint64) * np.uint64(_BLOCK_WEIGHT)
+        total += int(of_blocks.sum())
+        for weighted in (of_blocks * weights, of_rows * rows, of_columns * columns):
+            placed += int(weighted.sum())
+        first += len(part)
+    return total % 2**64, placed % 2**64

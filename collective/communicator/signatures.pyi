@@ -16,7 +16,7 @@ from collective.ops import ReduceOp
 from collective.shards import Shards
 
 from . import communicator
-from .status import Status
+from .calls.message import Status
 
 T = TypeVar("T", bound=Arrays)
 A = TypeVar("A", bound=Nested)

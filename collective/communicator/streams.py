@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from collective import cuda
 from collective import request as request_module
-from collective.contract.backend import Backend
-from collective.contract.work import Lane, Work
+from collective.contract.work import Work
 from collective.deadline import Deadline
 from collective.memory.arrays import Adapter
 
 if TYPE_CHECKING:
     from collective.cuda import Event, Stream
+
+    from .path import Path
 
 __all__ = [
     "Near", "StreamWork", "enqueue", "nearest", "settle", "stream_work", "synchronized",
@@ -24,14 +25,6 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
-
-
-class Enqueuing(Protocol):
-    """Path as the functions in this module use it."""
-
-    backend: Backend
-    lane: Lane
-    enqueues: bool
 
 
 class Near(NamedTuple):
@@ -63,9 +56,7 @@ def nearest(views: Iterable[Any]) -> Near | None:
     return Near(first, on_gpu[0].adapter, list(others))
 
 
-def enqueue(
-    path: Enqueuing, what: str, run: Callable[[], T], async_op: bool, near: Near
-) -> T | Work[T]:
+def enqueue(path: Path, what: str, run: Callable[[], T], async_op: bool, near: Near) -> T | Work[T]:
     """Enqueue a collective call on GPU arrays.
 
     Args:
@@ -94,7 +85,7 @@ def enqueue(
 
 
 def stream_work(
-    path: Enqueuing, what: str, side: Any, current: Any, adapter: Adapter
+    path: Path, what: str, side: Any, current: Any, adapter: Adapter
 ) -> StreamWork[Any]:
     """Return the ``Work`` of an operation that runs on the stream ``side``."""
     now = partial(adapter.current_stream, current.device, current)
@@ -102,7 +93,7 @@ def stream_work(
     return StreamWork(what, side, now, backend.synchronize_event, backend.keep_until)
 
 
-def settle(path: Enqueuing, what: str, array: Any, deadline: Deadline) -> None:
+def settle(path: Path, what: str, array: Any, deadline: Deadline) -> None:
     """Wait on the host, if in a lane's thread, until the GPU has completed this thread's work.
 
     It is for calls that find only while they run that their array is on a GPU. The caller, which

@@ -47,46 +47,38 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from collective import native
-from collective.algorithms import (
-    agreement,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    barrier,
-    broadcast,
-    gather,
-    reduce,
-    reduce_scatter,
-    scan,
-    scatter,
-    sendrecv,
-)
-from collective.algorithms.messages import COLLECTIVE_TAG
+from collective.algorithms import agreement, moves, reductions
+from collective.algorithms.messages import COLLECTIVE_TAG, Messages, sendrecv
 from collective.deadline import Deadline
 from collective.errors import AllocationError
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
+from collective.ops import NAMES
 
 if TYPE_CHECKING:
+    from collective.control.store import Store
     from collective.cuda import Device, Event, Stream
     from collective.memory.device_array import DeviceArray
     from collective.memory.dtypes import DType
     from collective.ops import ReduceOp
     from collective.request import Request
 
-    from .capabilities import Capabilities
     from .failure import Failure
+    from .mail import Engine as MailEngine
     from .recorder import Recorder
-    from .store import Store
     from .work import Work
     from .world import World
 
-__all__ = ["ANY_SOURCE", "COLLECTIVE_TAG", "Backend", "Group", "Note", "Plan", "Turns"]
+__all__ = [
+    "ALL_OPS", "ANY_SOURCE", "COLLECTIVE_TAG", "FOLDED", "Backend", "Capabilities", "Group", "Note",
+    "Plan", "Turns",
+]  # fmt: skip
 
 #: Note of a rank about the call in which it waits. The keys are:
 #:
@@ -114,10 +106,61 @@ Note = Mapping[str, Any]
 #: format.
 Plan = Callable[[Any, Any, Deadline], "Work[Any] | None"]
 
+#: Every reduction, for transports that fold in Python.
+ALL_OPS = frozenset((*NAMES, "premul_sum", "user"))
+#: The element types that Python code can fold.
+FOLDED = frozenset(name for name in BY_NAME if not name.startswith("float8"))
 #: Value of ``src`` with which a receive takes the message of any rank.
 ANY_SOURCE = -1
 # Number of tags, modulo this number, whose last sources are remembered; as in messages.h.
 _TURNS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Abilities of a transport.
+
+    Three things follow from this value: the choice of a transport, the texts of refusals, and the
+    selection of conformance checks. So each fact about a transport is written down once.
+
+    Attributes:
+        devices: device kinds its buffers may be on (``"cpu"``, ``"cuda"``). Where ``"cuda"``
+            is missing, the communicator copies GPU arrays through host memory.
+        dtypes: names of the element types that the transport can reduce; it can move any type.
+        ops: names of the reductions (:data:`collective.ops.NAMES`, ``"premul_sum"``,
+            ``"user"``).
+        across_hosts: whether ranks may be on different hosts.
+        in_process: whether the ranks are threads of one process.
+        checks_calls: whether every collective call compares the ranks' requests without an extra
+            message. If False, the communicator compares requests by messages: of ``gather`` and
+            ``all_gather`` without ``counts`` and of ``all_to_all`` always, of other calls with
+            ``COLLECTIVE_CHECK=always``. Without that setting, the root of a ``broadcast`` or
+            ``scatter`` sends at once, and a call that differs breaks the communicator. If calls
+            are enqueued (:attr:`Backend.enqueues`), these two are always compared, too.
+        symmetric_memory: whether :meth:`Backend.empty` returns memory that reduces
+            without copies.
+        any_source: whether ``recv`` takes ``ANY_SOURCE``.
+        posts: whether messages can be posted: :attr:`Backend.mail`.
+        detects_lost_peers: whether a peer's death ends the calls that wait for that peer.
+        shrinks: whether the remaining ranks can connect anew after a loss, by
+            :meth:`Backend.reconnect`; :meth:`Backend.lost` then names the lost ranks.
+        grows: whether new processes can join the ranks. The new processes call
+            :meth:`Backend.connect` while the old ranks call ``reconnect``, with the same world.
+            Requires ``shrinks``.
+    """
+
+    devices: frozenset[str] = frozenset({"cpu"})
+    dtypes: frozenset[str] = FOLDED
+    ops: frozenset[str] = ALL_OPS
+    across_hosts: bool = False
+    in_process: bool = False
+    checks_calls: bool = False
+    symmetric_memory: bool = False
+    any_source: bool = False
+    posts: bool = False
+    detects_lost_peers: bool = False
+    shrinks: bool = False
+    grows: bool = False
 
 
 class Turns:
@@ -162,6 +205,9 @@ class Backend(ABC):
         exchange: function that sends and receives plain arrays, each behind a head; None if the
             transport has no such function. Over ``shm`` the function is in C, over ``mpi`` in
             Python. See :func:`collective.native.messages`.
+        mail: posted messages of this rank; None if the transport has none.
+        payload_tag: what the second message of a long array adds to its tag, so that no receive of
+            a first message takes it. Where each receive names its source, it may be 0.
     """
 
     name: ClassVar[str]
@@ -172,6 +218,8 @@ class Backend(ABC):
     size: int
     meeting: str = ""
     exchange: native.Exchange | None = None
+    mail: MailEngine | None = None
+    payload_tag: ClassVar[int] = 0
 
     # -- required -----------------------------------------------------------------
 
@@ -298,7 +346,7 @@ class Backend(ABC):
         Neither half waits for the other. A rank may exchange with itself. A peer may match the
         two halves with a plain ``recv`` and a plain ``send`` as well.
         """
-        sendrecv.sendrecv(self, src, to, dst, source, tag, deadline)
+        sendrecv(self, src, to, dst, source, tag, deadline)
 
     def agree(self, request: Request, deadline: Deadline) -> None:
         """Check that all ranks make the same ``request``.
@@ -306,7 +354,7 @@ class Backend(ABC):
         Raises:
             Disagreement: the digests differ; raised on every rank, with all headers.
         """
-        agreement.agree(self, request, deadline)
+        agreement.agree(Messages(self, deadline), request)
 
     def lacking(self, lacks: bool, request: Request, deadline: Deadline) -> list[int]:
         """Tell all ranks whether this one lacks memory for ``request``; return the ranks that do.
@@ -341,7 +389,7 @@ class Backend(ABC):
         self, request: Request, src: None, dst: None, deadline: Deadline
     ) -> Work[Any] | None:
         """Wait until every rank has called this method."""
-        barrier.barrier(self, deadline)
+        agreement.barrier(Messages(self, deadline))
         return None
 
     def broadcast(
@@ -351,21 +399,23 @@ class Backend(ABC):
 
         On each rank ``src`` and ``dst`` are the same buffer.
         """
-        broadcast.broadcast(self, dst, request.root, deadline)
+        moves.broadcast(Messages(self, deadline), dst, request.root)
         return None
 
     def reduce(
         self, request: Request, src: Buffer, dst: Buffer | None, deadline: Deadline
     ) -> Work[Any] | None:
         """Fold the ranks' ``src`` into ``dst`` of ``request.root``; ``dst`` is None elsewhere."""
-        reduce.reduce(self, src, dst, request.op, request.root, request.ordered, deadline)
+        messages, ordered = Messages(self, deadline), request.ordered
+        reductions.reduce(messages, src, dst, request.op, request.root, ordered)
         return None
 
     def all_reduce(
         self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
     ) -> Work[Any] | None:
         """Fold the ranks' ``src`` into every rank's ``dst``."""
-        all_reduce.all_reduce(self, src, dst, request.op, request.ordered, deadline)
+        messages = Messages(self, deadline)
+        reductions.all_reduce(messages, src, dst, request.op, request.ordered)
         return None
 
     def reduce_scatter(
@@ -376,15 +426,15 @@ class Backend(ABC):
         Rank r's piece has ``request.elements[r]`` elements. ``src`` has the pieces for all ranks,
         rank 0's piece first.
         """
-        counts, ordered = request.elements, request.ordered
-        reduce_scatter.reduce_scatter(self, src, dst, counts, request.op, ordered, deadline)
+        messages, ordered = Messages(self, deadline), request.ordered
+        reductions.reduce_scatter(messages, src, dst, request.elements, request.op, ordered)
         return None
 
     def scan(
         self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
     ) -> Work[Any] | None:
         """Fold ``src`` of ranks 0 to this one (inclusive), in rank order, into ``dst``."""
-        scan.scan(self, src, dst, request.op, deadline)
+        reductions.scan(Messages(self, deadline), src, dst, request.op)
         return None
 
     def scatter(
@@ -394,7 +444,7 @@ class Backend(ABC):
 
         Rank r's piece has ``request.elements[r]`` elements. ``src`` is None except at the root.
         """
-        scatter.scatter(self, src, dst, request.elements, request.root, deadline)
+        moves.scatter(Messages(self, deadline), src, dst, request.elements, request.root)
         return None
 
     def gather(
@@ -404,7 +454,7 @@ class Backend(ABC):
 
         Rank r's ``src`` has ``request.elements[r]`` elements. ``dst`` is None except at the root.
         """
-        gather.gather(self, src, dst, request.elements, request.root, deadline)
+        moves.gather(Messages(self, deadline), src, dst, request.elements, request.root)
         return None
 
     def all_gather(
@@ -415,7 +465,7 @@ class Backend(ABC):
         Rank r's ``src`` has ``request.elements[r]`` elements. The call may be in place: ``src`` may
         be this rank's piece of ``dst``.
         """
-        all_gather.all_gather(self, src, dst, request.elements, deadline)
+        moves.all_gather(Messages(self, deadline), src, dst, request.elements)
         return None
 
     def all_to_all(
@@ -427,7 +477,8 @@ class Backend(ABC):
         ``request.incoming[j]``. ``src`` and ``dst`` do not overlap. ``request`` has a shape only if
         all ranks have arrays of that shape and cut them alike.
         """
-        all_to_all.all_to_all(self, src, dst, request.elements, request.incoming, deadline)
+        messages = Messages(self, deadline)
+        moves.all_to_all(messages, src, dst, request.elements, request.incoming)
         return None
 
     def group(self, ranks: Sequence[int], deadline: Deadline) -> Backend:

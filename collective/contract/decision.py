@@ -3,7 +3,7 @@
 Each rank that takes part publishes a *note* and then waits for the verdict. The leader is the
 lowest rank that does not count as lost. The leader concludes once every rank has published a note
 or counts as lost, or once the leader has waited long enough. It writes the verdict with
-:meth:`~collective.contract.store.Store.put_if_absent`, so no rank can replace it. All ranks,
+:meth:`~collective.control.store.Store.put_if_absent`, so no rank can replace it. All ranks,
 including the leader, then read the verdict from the store and follow it.
 
 There is one key, and it is written once. So the ranks still agree if two of them act as the
@@ -13,24 +13,29 @@ A rank that comes after the decision reads the same verdict. It may find that th
 only the other ranks.
 """
 
+# The key of a verdict is never deleted: a rank that was stopped for an hour has to read that the
+# others went on. A rank's opinion of who is dead decides only when the leader may conclude, and not
+# what holds. Agreement by messages among the remaining ranks would need the transport that is
+# broken, and a second way for a rank that comes late.
+
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from collective.control.store import Store
 from collective.deadline import Deadline
 from collective.errors import CollectiveTimeoutError, RendezvousError
-
-from .store import Store
 
 __all__ = ["Decision", "Note"]
 
 #: Note that a rank publishes, a JSON object. The optional key ``exclude`` lists ranks that the
 #: decision does not wait for. The optional key ``patient`` is true if this rank needs no early
-#: end of the wait for silent ranks; see :meth:`Decision.made`.
+#: end of the wait for silent ranks as long as nothing is broken; see :meth:`Decision.made`.
 Note = dict[str, Any]
 
 # Shares of the time until the deadline. The first bounds how long a leader waits for silent ranks,
@@ -70,6 +75,7 @@ class Decision:
         *,
         grace: float | None,
         deadline: Deadline,
+        broken: Callable[[], bool] = lambda: False,
     ) -> Any:
         """Take part in the decision, and return the verdict: the same on all ranks.
 
@@ -80,20 +86,25 @@ class Decision:
                 are lost by now.
             grace: seconds for which a leader waits for ranks that neither publish a note nor count
                 as lost. The wait is at most a quarter of the time until ``deadline``, so
-                that the present ranks have time to go on. With None, or while all notes are
-                patient, all ranks wait until ``deadline``.
+                that the present ranks have time to go on. With None all ranks wait until
+                ``deadline``. While all notes are patient and nothing is broken, the grace does not
+                begin.
             deadline: moment by which there must be a verdict.
+            broken: function that tells whether this rank knows of a loss, so that it may miss the
+                news of other ranks.
 
         Raises:
             CollectiveTimeoutError: there was no verdict in time; names the ranks that did not come.
             RendezvousError: the store is gone.
             UnsupportedError: the store cannot keep the first of several values.
         """
-        began, time_limit = time.monotonic(), deadline.left()
         if (verdict := self._verdict()) is not None:
             return verdict[0]
         self.store.set(f"{self.key}.{self.me}", json.dumps(note).encode())
         notes: dict[int, Note] = {self.me: note}
+        # Moment at which the grace began, and the time until the deadline then. Ranks that waited
+        # patiently before have waited for nobody who hurries: such ranks may come just now.
+        hurried_at, time_limit = math.inf, 0.0
         pause = _PAUSE_FIRST_S
         while True:
             lost = self.lost()
@@ -103,10 +114,12 @@ class Decision:
             # conclusion from that text.
             if (verdict := self._verdict()) is not None:
                 return verdict[0]
-            waited = time.monotonic() - began
+            now = time.monotonic()
             ahead = sum(rank < self.me and rank not in lost for rank in notes)
-            hurried = grace is not None and not all(note.get("patient") for note in notes.values())
-            enough = hurried and waited >= _patience(grace or 0.0, ahead, time_limit)
+            patient = all(note.get("patient") for note in notes.values()) and not broken()
+            if grace is not None and not patient and hurried_at == math.inf:
+                hurried_at, time_limit = now, deadline.left()
+            enough = now - hurried_at >= _patience(grace or 0.0, ahead, time_limit)
             if enough or not (awaited or ahead):
                 self._conclude(conclude(notes, lost))
             elif deadline.expired:

@@ -69,6 +69,15 @@ class Failure:
         return cls("closed", rank, text, (rank,))
 
     @classmethod
+    def moved(cls, rank: int) -> Self:
+        """Return the failure of a rank in which an array of a running call has got other memory."""
+        text = (
+            f"other code of rank {rank} resized or moved an array of this call while the call was "
+            "waiting. Change the memory of an array only when its calls are over"
+        )
+        return cls("aborted", rank, text)
+
+    @classmethod
     def caused_by(cls, rank: int, error: BaseException) -> Self:
         """Return the failure that the peers get when ``error`` ends a call of ``rank``.
 

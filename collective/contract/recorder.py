@@ -233,18 +233,16 @@ def flight_recorder() -> list[Recorder]:
     return sorted(_all, key=lambda recorder: recorder._number)
 
 
-def dump_on_signal(name: str) -> None:
-    """Write the flight recorders to stderr whenever the process gets signal ``name``.
+def dump_on_signal() -> None:
+    """Write the flight recorders to stderr whenever the process gets SIGUSR2.
 
-    Does nothing for ``"none"``, outside the main thread, and if the program has its own handler
-    for that signal. Python runs signal handlers only between two of its own steps. So a program
+    Does nothing outside the main thread, and if the program has its own handler for that signal.
+    Python runs signal handlers only between two of its own steps. So a program
     that is stuck in the code of another library writes only after it has returned from there.
     """
-    if name == "none" or threading.current_thread() is not threading.main_thread():
-        return
-    number = signal.Signals[name]
-    if signal.getsignal(number) is signal.SIG_DFL:
-        signal.signal(number, _write)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, _write)
 
 
 def _write(number: int, frame: object) -> None:

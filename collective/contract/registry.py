@@ -36,12 +36,11 @@ class Registered(NamedTuple):
 
 BUILT_IN: dict[str, Registered] = {
     "gloo": Registered("collective.backends.gloo:GlooBackend", hint("torch"), ("torch",)),
-    "hierarchical": Registered(
-        "collective.backends.hierarchical:HierarchicalBackend", hint("torch"), ("torch", "mpi4py")
-    ),
+    "hierarchical": Registered("collective.backends.hierarchical:HierarchicalBackend", hint()),
     "mpi": Registered("collective.backends.mpi:MpiBackend", hint("mpi"), ("mpi4py",)),
     "nccl": Registered("collective.backends.nccl:NcclBackend", hint("nccl")),
     "shm": Registered("collective.backends.shm:ShmBackend", hint()),
+    "tcp": Registered("collective.backends.tcp:TcpBackend", hint()),
     "threads": Registered("collective.backends.threads:ThreadsBackend", hint()),
 }
 

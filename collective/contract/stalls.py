@@ -47,6 +47,7 @@ from collective.request import call_site, differing
 from .backend import Note
 from .failure import Failure
 from .recorder import Entry
+from .waits import shortest_circle
 from .work import all_idle
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Member(Protocol):
         """Whether the communicator is closed."""
 
     @property
-    def transport(self) -> Backend:
+    def backend(self) -> Backend:
         """The transport that connects the communicator's ranks."""
 
 
@@ -126,15 +127,15 @@ class Membership:
         if note is None:
             return
         mine, call = self.ranks[comm.rank], [note["name"], note["number"]]
-        notes = {**comm.transport.post(note, mine), mine: note}
+        notes = {**comm.backend.post(note, mine), mine: note}
         calls, text = self._circles.found(notes)
         circles = [(calls, text)] + [other["found"] for other in notes.values() if other["found"]]
         for calls, text in circles:
             if call in calls:
                 # Publish the circle, too: other ranks of the circle wait in communicators that this
                 # rank may not be in, and have to break those.
-                comm.transport.post({**note, "found": [calls, text[:_TEXT]]}, mine)
-                comm.transport.abort(Failure("mismatch", comm.rank, text))
+                comm.backend.post({**note, "found": [calls, text[:_TEXT]]}, mine)
+                comm.backend.abort(Failure("mismatch", comm.rank, text))
 
     def _note(self) -> Note | None:
         """Return this rank's note.
@@ -264,24 +265,9 @@ def circle(notes: Mapping[int, Note]) -> list[int]:
             for other, ranks in calls.items()
             if any(notes[rank]["begun"].get(name, number) < number for rank in ranks)
         }
-    return next(filter(None, (_back_to(start, blockers) for start in calls)), [])
-
-
-def _back_to(
-    start: tuple[str, int], blockers: Mapping[tuple[str, int], Mapping[tuple[str, int], int]]
-) -> list[int]:
-    """Return the ranks on a path from a call, over the calls that block it, back to the call."""
-    paths: list[tuple[tuple[str, int], list[int]]] = [(start, [])]
-    visited = set()
-    while paths:
-        call, ranks = paths.pop()
-        for other, rank in blockers[call].items():
-            if other == start:
-                return [rank, *ranks]
-            if other not in visited:
-                visited.add(other)
-                paths.append((other, [*ranks, rank]))
-    return []
+    circles = (shortest_circle(call, lambda blocked: blockers[blocked].items()) for call in calls)
+    ranks = list(next(filter(None, circles), {}).values())
+    return ranks[-1:] + ranks[:-1]  # the rank in the first call comes first
 
 
 def _describe(notes: Mapping[int, Note], calls: Sequence[Sequence[Any]]) -> str:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from collective.request import call_site, in_thread
 
@@ -22,7 +22,7 @@ from .failure import LONGER
 __all__ = [
     "CLOSED", "DROPPED", "NO_CALL", "Caller", "MessageCall", "Waiting", "Waits", "caller",
     "circle", "departed", "explain", "from_wire", "last_done", "needed", "printable",
-    "publish_after", "to_wire",
+    "publish_after", "shortest_circle", "to_wire",
 ]  # fmt: skip
 
 #: The last call of a rank that has made none, for error texts.
@@ -36,9 +36,12 @@ _PUBLISH_S, _PUBLISH_SHARE = 0.25, 0.25
 # Bounds of what a rank writes for its peers: characters of a call and of a place in the program,
 # and numbers of ranks and of waits.
 _CALL, _SITE, _RANKS, _WAITS = 200, 200, 16, 3
-# Number of ranks in whose waits a circle is searched, of ranks in a chain that one error text
-# describes, and of ranks in a circle that it describes.
-_SEARCHED, _DESCRIBED, _LISTED = 1024, 32, 8
+# Number of ranks in a chain that one error text describes, and of ranks in a circle that it
+# describes.
+_DESCRIBED, _LISTED = 32, 8
+
+_Node = TypeVar("_Node")
+_Way = TypeVar("_Way")
 
 
 class MessageCall(NamedTuple):
@@ -252,7 +255,7 @@ def circle(start: int, waits: Waits) -> dict[int, Waiting]:
     """
     reached = [start]
     for rank in reached:
-        found = _way_back(rank, waits)
+        found = shortest_circle(rank, lambda member: _followed(member, waits))
         if found:
             return found
         following = {peer for peer, _ in _followed(rank, waits)} - set(reached)
@@ -260,21 +263,31 @@ def circle(start: int, waits: Waits) -> dict[int, Waiting]:
     return {}
 
 
-def _way_back(start: int, waits: Waits) -> dict[int, Waiting]:
-    """Return the ranks on a shortest way from ``start`` back to it, with the call of each rank."""
-    before: dict[int, tuple[int, Waiting]] = {}
+def shortest_circle(
+    start: _Node, followed: Callable[[_Node], Iterable[tuple[_Node, _Way]]]
+) -> dict[_Node, _Way]:
+    """Return a shortest circle through ``start``; empty if there is none.
+
+    Args:
+        start: a rank, or a call.
+        followed: function that returns what a rank or a call waits for, each with the way there.
+
+    Returns:
+        The members of the circle, from ``start`` on, each with its way to the next one.
+    """
+    before: dict[_Node, tuple[_Node, _Way]] = {}
     reached = [start]
-    for rank in reached:
-        for peer, waiting in _followed(rank, waits):
-            if peer == start:
-                way = {rank: waiting}
-                while rank != start:
-                    rank, waiting = before[rank]
-                    way[rank] = waiting
-                return dict(reversed(way.items()))
-            if peer not in before and len(reached) < _SEARCHED:
-                before[peer] = rank, waiting
-                reached.append(peer)
+    for node in reached:
+        for following, way in followed(node):
+            if following == start:
+                circle = {node: way}
+                while node != start:
+                    node, way = before[node]
+                    circle[node] = way
+                return dict(reversed(circle.items()))
+            if following not in before:
+                before[following] = node, way
+                reached.append(following)
     return {}
 
 

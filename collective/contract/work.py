@@ -12,7 +12,8 @@ from collective.deadline import Deadline
 from collective.errors import CollectiveTimeoutError, CommunicatorClosedError
 from collective.request import in_thread
 
-from .copying import NotCopied
+from .mail import engines_in_use
+from .process import NotCopied
 
 __all__ = ["Lane", "Work", "all_idle", "deliver"]
 
@@ -253,11 +254,14 @@ def deliver(lanes: Iterable[Lane] | None, deadline: Deadline) -> None:
     for lane in list(_lanes if lanes is None else lanes):
         if lane.delivers:
             lane.drain(deadline)
+    for engine in engines_in_use() if lanes is None else ():
+        engine.deliver(deadline)
 
 
 def all_idle() -> bool:
-    """Tell whether all lanes of this process are idle."""
-    return all(lane.idle for lane in list(_lanes))
+    """Tell whether all lanes of this process are idle, and no posted message is in flight."""
+    lanes_are = all(lane.idle for lane in list(_lanes))
+    return lanes_are and not any(engine.busy() for engine in engines_in_use())
 
 
 def _disown() -> None:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from collective.contract.process import RankProcess
-from collective.contract.store import Store
+from collective.control.store import Store
 from collective.deadline import Deadline
 from collective.errors import CollectiveTimeoutError, ConfigError, ExcludedError
 

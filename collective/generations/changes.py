@@ -7,14 +7,14 @@ and the lineage of the next generation. The communicator makes its successor fro
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from collective.contract.backend import Backend
-from collective.contract.capabilities import Capabilities
+from collective.contract.backend import Backend, Capabilities
 from collective.contract.decision import Decision
 from collective.contract.failure import Failure
 from collective.deadline import Deadline
@@ -38,18 +38,8 @@ __all__ = ["Parent", "agree", "grow", "shrink", "waiting"]
 _GIVEN_UP_LOOK_S = 0.05
 
 
-class Parent(Protocol):
-    """Communicator as the elastic protocol uses it."""
-
-    rank: int
-    size: int
-    timeout: float
-    backend: str
-    capabilities: Capabilities
-
-    @property
-    def closed(self) -> bool:
-        """Whether the communicator is closed."""
+class Inner(Protocol):
+    """Inner members of a communicator that the elastic protocol uses."""
 
     @property
     def transport(self) -> Backend:
@@ -65,6 +55,23 @@ class Parent(Protocol):
 
     def fail(self, cause: BaseException | Failure) -> None:
         """Break the communicator for all ranks."""
+
+
+class Parent(Protocol):
+    """Communicator as the elastic protocol uses it."""
+
+    rank: int
+    size: int
+    backend: str
+    capabilities: Capabilities
+
+    @property
+    def closed(self) -> bool:
+        """Whether the communicator is closed."""
+
+    @property
+    def inner(self) -> Inner:
+        """Its members for the library's own rooms."""
 
 
 def shrink(
@@ -93,10 +100,12 @@ def shrink(
     # Break the communicator first. Ranks that are in one of its calls then raise an error, which
     # asks them to call shrink().
     text = f"rank {parent.rank} shrinks the communicator; call shrink() too, to go on with it"
-    parent.fail(Failure("shrink", parent.rank, text))
-    return NextGeneration(
-        lineage, parent.transport, deadline, exclude=exclude, min_ranks=floor
-    ).run()
+    parent.inner.fail(Failure("shrink", parent.rank, text))
+    with _kept_if_failed(parent):
+        return NextGeneration(
+            lineage, parent.inner.transport, deadline, exclude=exclude, min_ranks=floor,
+            announce=parent.inner.succession.announce,
+        ).run()  # fmt: skip
 
 
 def grow(parent: Parent, deadline: Deadline) -> tuple[Backend, Lineage]:
@@ -109,24 +118,36 @@ def grow(parent: Parent, deadline: Deadline) -> tuple[Backend, Lineage]:
     Returns:
         The transport of the next generation, and its lineage.
     """
-    joiner = parent.succession.joiner
+    joiner = parent.inner.succession.joiner
     if joiner is not None and not parent.closed:
-        return joiner.run(parent.transport, deadline)
+        return joiner.run(parent.inner.transport, deadline)
     lineage, arrivals = _lineage_and_arrivals_of(parent, "grow")
-    if parent.rank == min(set(range(parent.size)) - parent.transport.lost(), default=0):
-        arrivals.announce()
     try:
-        return NextGeneration(lineage, parent.transport, deadline, arrivals=arrivals).run()
+        with _kept_if_failed(parent):
+            return NextGeneration(
+                lineage, parent.inner.transport, deadline, arrivals=arrivals,
+                announce=arrivals.announce,
+            ).run()  # fmt: skip
     except CollectiveTimeoutError as error:
         # The other ranks may still decide on a generation with this rank, which has given up. So
         # break the communicator.
         text = f"rank {parent.rank} gave up: {error}"
-        parent.fail(Failure("aborted", parent.rank, text))
+        parent.inner.fail(Failure("aborted", parent.rank, text))
+        raise
+
+
+@contextlib.contextmanager
+def _kept_if_failed(parent: Parent) -> Iterator[None]:
+    """Leave the announcement of this rank in place if the body fails: others may continue."""
+    try:
+        yield
+    except BaseException:
+        parent.inner.succession.keep_announcement()
         raise
 
 
 def waiting(parent: Parent) -> int:
-    """Return the number of processes that wait to join; see ``Communicator.waiting``."""
+    """Return the number of processes that wait to join; see ``Membership.waiting``."""
     _, arrivals = _lineage_and_arrivals_of(parent, "waiting")
     count, problem = 0, None
     if parent.rank == 0:
@@ -135,7 +156,7 @@ def waiting(parent: Parent) -> int:
             count = len(arrivals.waiting())
         except RendezvousError as error:
             count, problem = -1, error
-    count = int(parent.on_host.broadcast(np.array([count]), root=0)[0])
+    count = int(parent.inner.on_host.broadcast(np.array([count]), root=0)[0])
     if count < 0:
         raise RendezvousError(
             f"waiting: rank 0 cannot read the store in which the ranks met {_who(parent)}"
@@ -145,7 +166,7 @@ def waiting(parent: Parent) -> int:
 
 
 def agree(parent: Parent, flag: bool, deadline: Deadline) -> bool:
-    """Return whether all living ranks vote yes, alike on all ranks; see ``Communicator.agree``.
+    """Return whether all living ranks vote yes, alike on all ranks; see ``Membership.agree``.
 
     The ranks vote through the store in which they met.
 
@@ -159,11 +180,11 @@ def agree(parent: Parent, flag: bool, deadline: Deadline) -> bool:
         CommunicatorAbortedError: another rank has given up this agreement, and shrinks.
         RendezvousError: the store is gone.
     """
-    lineage, succession = _lineage_of(parent, "agree"), parent.succession
+    lineage, succession = _lineage_of(parent, "agree"), parent.inner.succession
     succession.agreements += 1
     if len(lineage.origin) == 1:
         return flag
-    backend, number = parent.transport, succession.agreements
+    backend, number = parent.inner.transport, succession.agreements
     store, me = lineage.root.store, lineage.root.rank
     before, key = (f"{lineage.name}.{lineage.generation}.agree.{n}" for n in (number - 1, number))
 
@@ -202,15 +223,15 @@ def agree(parent: Parent, flag: bool, deadline: Deadline) -> bool:
 def _lineage_of(parent: Parent, what: str) -> Lineage:
     """Return the lineage; refuse a communicator that cannot continue after a loss."""
     if parent.closed:
-        parent.transport.refuse_broken(what)
+        parent.inner.transport.refuse_broken(what)
     if not parent.capabilities.shrinks:
-        why = parent.transport.why_not_shrink
+        why = parent.inner.transport.why_not_shrink
         raise UnsupportedError(
             f"{what}: backend {parent.backend!r} cannot continue after the loss of a rank"
-            f"{why and f': {why}'} {_who(parent)}. Use COLLECTIVE_BACKEND=shm on one host, gloo "
+            f"{why and f': {why}'} {_who(parent)}. Use COLLECTIVE_BACKEND=shm on one host, tcp "
             "or hierarchical on several; or start all ranks again."
         )
-    lineage = parent.succession.lineage
+    lineage = parent.inner.succession.lineage
     if lineage is None:
         raise UnsupportedError(
             f"{what}: this communicator was made directly from a transport, so the store in which "
@@ -227,10 +248,10 @@ def _lineage_and_arrivals_of(parent: Parent, what: str) -> tuple[Lineage, Arriva
         subject = f"backend {parent.backend!r}" if lineage.founders else "a group"
         raise UnsupportedError(
             f"{what}: processes cannot join {subject} {_who(parent)}. Let processes join the "
-            "communicator that init() returned, over shm, gloo or hierarchical "
+            "communicator that init() returned, over shm, tcp or hierarchical "
             "(COLLECTIVE_BACKEND=shm), and make groups of it."
         )
-    return lineage, parent.succession.arrivals(parent.backend)
+    return lineage, parent.inner.succession.arrivals(parent.backend)
 
 
 def _who(parent: Parent) -> str:

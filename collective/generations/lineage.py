@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from collective.algorithms.barrier import barrier
-from collective.algorithms.broadcast import broadcast
+from collective.algorithms.agreement import barrier
+from collective.algorithms.messages import Messages
+from collective.algorithms.moves import broadcast
 from collective.contract.backend import Backend
 from collective.contract.world import World
 from collective.deadline import Deadline
@@ -79,7 +80,7 @@ class Lineage:
         if not backend.meeting and world.size > 1 and backend.capabilities.shrinks:
             token = Buffer(np.frombuffer(bytearray(name.encode()), np.uint8), _UINT8)
             try:
-                broadcast(backend, token, 0, deadline)
+                broadcast(Messages(backend, deadline), token, 0)
             except OF_PEERS as error:
                 raise RendezvousError(
                     f"{backend.name}: the ranks have connected, but one failed right afterwards "
@@ -90,7 +91,7 @@ class Lineage:
             # break the communicator for all. If the barrier fails, ignore its error here: the first
             # calls of the other ranks report it.
             with contextlib.suppress(*OF_PEERS):
-                barrier(backend, deadline)
+                barrier(Messages(backend, deadline))
         return cls(
             root=replace(world, store=backend.lasting(world.store)),
             name=name,

@@ -21,17 +21,18 @@ deleted: a rank that was stopped for an hour has to read that the others went on
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 from collective.contract.backend import Backend
 from collective.contract.decision import Decision, Note
 from collective.contract.process import RankProcess
-from collective.contract.store import Store, WatchedStore
 from collective.contract.world import World
+from collective.control.store import Store, WatchedStore
 from collective.deadline import Deadline
 from collective.errors import (
+    CollectiveError,
     CollectiveTimeoutError,
     ExcludedError,
     PeerLostError,
@@ -86,7 +87,10 @@ class NextGeneration:
         exclude: present ranks to leave out, dead or alive.
         min_ranks: minimum number of ranks to continue with; by default that of the lineage.
         arrivals: queue of the processes that wait to be let in, for ``grow()``; else None. With it,
-            the ranks wait for a silent rank that lives until the deadline.
+            the ranks wait for a silent rank that lives until the deadline, as long as the
+            communicator is whole.
+        announce: function that announces to waiting processes that the ranks go on. The lowest
+            living rank calls it again and again: the rank of the last announcement may be lost.
         kind: in a joining process, the class of the transport; else None.
     """
 
@@ -99,12 +103,14 @@ class NextGeneration:
         exclude: Sequence[int] = (),
         min_ranks: int | None = None,
         arrivals: Arrivals | None = None,
+        announce: Callable[[], None] = lambda: None,
         kind: type[Backend] | None = None,
     ) -> None:
         self._lineage = lineage
         self._backend = backend
         self._reconnect = kind.connect if kind is not None else backend.reconnect
         self._arrivals = arrivals
+        self._announce = announce
         self._what = "shrink" if arrivals is None and kind is None else "grow"
         self._exclude = [lineage.origin[rank] for rank in exclude]
         self._min_ranks = lineage.min_ranks if min_ranks is None else min_ranks
@@ -214,13 +220,34 @@ class NextGeneration:
         # come here. This also checks early that the store supports put_if_absent().
         self._store.put_if_absent(self._key("open"), b"open")
         decision = Decision(
-            self._store, self._key(), self._root.rank, self._candidates, self._lost,
+            self._store, self._key(), self._root.rank, self._candidates, self._lost_by_now,
             f"{self._what} to generation {self._number}", self._shown,
         )  # fmt: skip
         verdict: dict[str, Any] = decision.made(
-            self._note, self._verdict, grace=self._lineage.grace, deadline=self._deadline
-        )
+            self._note, self._verdict, grace=self._lineage.grace, deadline=self._deadline,
+            broken=self._is_broken,
+        )  # fmt: skip
         return verdict
+
+    def _lost_by_now(self) -> set[int]:
+        """Return :meth:`_lost`; announce the ranks if this one is the lowest that is left."""
+        lost = self._lost()
+        if self._root.rank == min(set(self._candidates) - lost, default=None):
+            # Waiting processes may have noticed that the rank of the last announcement is gone.
+            self._announce()
+        return lost
+
+    def _is_broken(self) -> bool:
+        """Return whether the communicator is broken.
+
+        Then a rank that has left may seem to be silent: over most transports, rank 0's process
+        passes on who leaves, and it may have ended before.
+        """
+        try:
+            self._backend.refuse_broken(self._what)
+        except CollectiveError:
+            return True
+        return False
 
     @property
     def _joined_later(self) -> bool:

@@ -154,6 +154,11 @@ class Succession:
             with contextlib.suppress(RendezvousError):
                 arrivals.announce()
 
+    def announce(self) -> None:
+        """Announce that the ranks go on, if processes may wait to join them."""
+        if self._arrivals is not None:
+            self._arrivals.announce()
+
     def keep_announcement(self) -> None:
         """Leave the announcement of this rank in place: this rank leaves, other ranks continue."""
         if self._arrivals is not None:

@@ -1,10 +1,9 @@
 """Start and stop of ranks on this host, for ``collective run``.
 
-There are three generations of processes. The user starts the launcher, whose exit code counts.
-The launcher forks the supervisor (:mod:`collective.launch.supervisor`). The supervisor starts the
-ranks, for MPI through mpiexec (:mod:`collective.launch.mpi`). Launcher and supervisor watch each
-other, so if one of them is killed, the other cleans up. If the supervisor dies, the kernel kills
-the ranks.
+There are three generations of processes. The user starts the launcher, whose exit code counts
+(:mod:`collective.launch.launcher`). The launcher forks the supervisor
+(:mod:`collective.launch.supervisor`). The supervisor starts the ranks, for MPI through mpiexec
+(:mod:`collective.launch.mpi`).
 """
 
 from __future__ import annotations
@@ -14,58 +13,36 @@ import os
 import secrets
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import partial
 
-from collective.contract.secret import parse
-from collective.generations.arrivals import Arrivals
-from collective.platform import held_port
-from collective.start.connecting import failing, tell_ended
+from collective.contract.process import RankProcess
+from collective.control.secret import parse
+from collective.inner import FileStore, platform
 from collective.start.resolver import of_run
 from collective.start.rundir import join, leave
-from collective.start.stores import FileStore, seal
+from collective.start.stores import seal
 
-from .attempts import run_attempts
+from .agent import LocalHost
+from .launcher import run_attempts, watch_over
 from .mpi import MpiSupervisor
 from .mpiexec import Mpiexec
-from .supervisor import Replacing, Supervisor
-from .variables import cores_for_each, rank_variables, restart_with, shared_variables
-from .watching import watch_over
+from .supervisor import Meeting, Place, Supervisor
+from .variables import Run, cores_for_each, restart_with, shared_variables
 
-__all__ = ["cores_for_each", "launch", "restart_with"]
+__all__ = ["Run", "cores_for_each", "launch", "restart_with"]
 
 
-def launch(
-    program: Sequence[str],
-    size: int,
-    settings: Mapping[str, str],
-    *,
-    mpi: bool = False,
-    min_ranks: int | None = None,
-    max_restarts: int = 0,
-    replace: bool = False,
-    verbose: bool = False,
-) -> int:
-    """Run a program as ``size`` ranks and wait until all have ended.
+def launch(run: Run, *, mpi: bool = False) -> int:
+    """Run a program as ranks on this host and wait until all have ended.
 
     This function forks, handles signals, and ends every child of the process. So call it from the
     main thread of a process that has no other work.
 
     Args:
-        program: arguments of the Python interpreter: a script, or ``-m`` and a module, followed
-            by the arguments of the program.
-        size: number of ranks, at least 1.
-        settings: environment variables for all ranks, such as ``COLLECTIVE_BACKEND``.
+        run: the program, and the rules for lost ranks.
         mpi: if true, the ranks are an MPI world. Then mpiexec starts them, and its command is
             printed.
-        min_ranks: number of ranks that must survive for the run to continue after a loss; by
-            default all.
-        max_restarts: how often all ranks are started again, each time from scratch, after fewer
-            than ``min_ranks`` have survived.
-        replace: if true, a new process is started for each lost rank and joins the others, while
-            at least ``min_ranks`` survive. Not with ``mpi``.
-        verbose: if true, all tracebacks are shown whole, as the ranks write them. By default,
-            equal tracebacks are shown once, and without the frames of this package.
 
     Returns:
         0 if the run succeeded, also if it lost ranks but ``min_ranks`` survived. Otherwise the
@@ -78,13 +55,13 @@ def launch(
         UnsupportedError: with ``mpi`` and ``min_ranks`` below ``size``, mpiexec ends all ranks
             when one dies.
     """
-    command = [sys.executable, "-u", *program]
-    spare = size - (min_ranks or size)
-    if mpi and spare:
+    lasting = run.least < run.size
+    if mpi and lasting:
         Mpiexec().require_shrinking()
-    start = Mpiexec().command(size, lasting=spare > 0) if mpi else []
+    start = Mpiexec().command(run.size, lasting=lasting) if mpi else []
     if start:
-        print(f"collective run: {shlex.join([*start, *command])}", file=sys.stderr)
+        print(f"collective run: {shlex.join([*start, *run.command])}", file=sys.stderr)
+    own = RankProcess.own()
     store, hold = join(f"run-{secrets.token_hex(8)}")
 
     @contextlib.contextmanager
@@ -94,32 +71,20 @@ def launch(
         directory.mkdir(mode=0o700)
         # The port is held to the end of the attempt. A process that replaces rank 0 serves there
         # again.
-        with held_port() as port:
-            shared = shared_variables(size, str(directory), "127.0.0.1", port, number)
-            shared = {**os.environ, **shared, **settings}
-            if replace:
-                shared["COLLECTIVE_GROW"] = "on"
-            environments = [{**shared, **rank_variables(rank, rank, size)} for rank in range(size)]
+        with platform.held_port() as port:
+            shared = shared_variables(run, str(directory), "127.0.0.1", port, number)
             met_in = seal(FileStore(directory), of_run(parse(shared["COLLECTIVE_SECRET"])))
-
-            def tell(ended: Mapping[int, str]) -> None:
-                tell_ended(met_in, ended, [0] * size, size - spare)
-
+            meeting = Meeting(met_in, [0] * run.size, run.least)
+            places = [(rank, run.size, None) for rank in range(run.size)]
+            environments = run.environments({**os.environ, **shared}, places)
+            host = LocalHost("", run.size, own.host if own else "", local=True)
             if start:
-                yield MpiSupervisor(
-                    control, start, command, environments, directory, spare, verbose, tell
-                )
-                return
-            admitted = Arrivals(met_in, "").admitted
-            replacing = Replacing(environments, admitted) if replace else None
-            yield Supervisor(
-                control, command, environments, spare, replacing, verbose, tell,
-                partial(failing, met_in),
-            )  # fmt: skip
+                yield MpiSupervisor(control, run, environments, meeting, host, start, directory)
+            else:
+                seats = [Place(host, rank, run.size) for rank in range(run.size)]
+                yield Supervisor(control, run, environments, meeting, [host], seats)
 
     try:
-        return watch_over(
-            partial(run_attempts, attempt, size, max_restarts), partial(leave, store, hold)
-        )
+        return watch_over(partial(run_attempts, attempt, run), partial(leave, store, hold))
     finally:
         leave(store, hold)

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.errors import DtypeError, InvalidArgumentError, ShapeError, UnsupportedError
+from collective import Communicator, DtypeError, InvalidArgumentError, ShapeError, UnsupportedError
 
 __all__ = ["ActorCalls"]
 

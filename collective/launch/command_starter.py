@@ -15,17 +15,15 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
-from collective.deadline import Deadline
-from collective.errors import BackendUnavailableError
-from collective.platform import EndOfProcess, short_path
+from collective import BackendUnavailableError
+from collective.inner import Deadline, platform
 
-from .mpiexec import Mpiexec
+from .mpiexec import Mpiexec, mpi_segments, remove_segments
 from .outcome import Outcome, RankDiedError
-from .process_starter import ProcessHandle, encoded, wait_for_answers
-from .processes import mpi_segments, remove_segments
-from .ranks import LOAD_S, Handle, Job, Starter
+from .process_starter import ProcessHandle, ProcessStarter
+from .ranks import LOAD_S, Handle
 
-__all__ = ["Command", "CommandStarter", "under_mpiexec"]
+__all__ = ["CalledProcess", "Command", "CommandStarter", "under_mpiexec"]
 
 #: Command to execute, and environment variables to add to those of this process.
 Command = tuple[Sequence[str], Mapping[str, str]]
@@ -61,29 +59,39 @@ def under_mpiexec(
     return CommandStarter(size, commands, session=session)
 
 
-class _Called(ProcessHandle):
-    """Process that has called back."""
+class CalledProcess(ProcessHandle):
+    """Process of which this one is not the parent, such as one that has called back.
+
+    Args:
+        rank, line: as in :class:`ProcessHandle`.
+        pid: number of the process.
+        before_kill: function to call before the process is killed.
+    """
 
     def __init__(
-        self, rank: int, line: Connection, pid: int, before_kill: Callable[[], None]
+        self, rank: int, line: Connection, pid: int, before_kill: Callable[[], None] = lambda: None
     ) -> None:
         # The number alone may be reused, since this process does not reap the rank.
-        self._process = EndOfProcess(pid)
+        self._process = platform.EndOfProcess(pid)
         super().__init__(rank, line, self._process.descriptor)
         self._before_kill = before_kill
 
     def _exit_code(self) -> int | None:
         return None
 
+    def kill(self) -> None:
+        """Kill the process, unless it has ended."""
+        self._before_kill()
+        self._process.kill()
+
     def end(self, deadline: Deadline) -> None:
         if not wait([self.death], deadline.left()):
-            self._before_kill()
-            self._process.kill()
+            self.kill()
         self._process.close()
         self.line.close()
 
 
-class CommandStarter(Starter):
+class CommandStarter(ProcessStarter):
     """Starter of ranks by commands; if one rank has ended, all are replaced.
 
     Each rank connects to a socket (:func:`collective.launch.control.call_back`) and runs the jobs
@@ -98,7 +106,7 @@ class CommandStarter(Starter):
         session: if true, each command gets its own session. It is ended as a whole.
     """
 
-    together = True
+    together, shares_main = True, False
 
     def __init__(
         self,
@@ -118,11 +126,8 @@ class CommandStarter(Starter):
         self._segments: set[str] = set()
         self._noted = False
 
-    def encode(self, job: Job) -> bytes:
-        return encoded(job, shares_main=False)
-
     def wait(self, handles: Mapping[int, Any], deadline: Deadline) -> dict[int, Outcome | None]:
-        answers = wait_for_answers(handles, deadline)
+        answers = super().wait(handles, deadline)
         outcomes = [answer for answer in answers.values() if answer is not None]
         # MPI creates its shared memory in the first job and removes it when a rank ends normally.
         # Ranks that are killed leave it behind, so note its files while they run.
@@ -143,11 +148,11 @@ class CommandStarter(Starter):
     def start(self, ranks: Sequence[int]) -> dict[int, Handle]:
         directory = tempfile.mkdtemp(prefix="collective-ranks-")
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the ranks
-        handles: dict[int, _Called] = {}
+        handles: dict[int, CalledProcess] = {}
         try:
             with socket.socket(socket.AF_UNIX) as listener:
                 address = f"{directory}/socket"
-                with short_path(address) as path:
+                with platform.short_path(address) as path:
                     listener.bind(path)
                 listener.listen(self._size)
                 listener.settimeout(_LOOK_S)
@@ -175,7 +180,7 @@ class CommandStarter(Starter):
             )
         )
 
-    def _gather(self, listener: socket.socket, handles: dict[int, _Called]) -> None:
+    def _gather(self, listener: socket.socket, handles: dict[int, CalledProcess]) -> None:
         """Wait until all ranks have called back."""
         deadline = Deadline(self._patience)
         while len(handles) < self._size:
@@ -198,7 +203,7 @@ class CommandStarter(Starter):
                 if not line.poll(deadline.left()):
                     continue
                 rank, pid = line.recv()
-                handles[rank] = _Called(rank, line, pid, self._note_segments)
+                handles[rank] = CalledProcess(rank, line, pid, self._note_segments)
 
     def output(self) -> str:
         """Return the end of the output of the commands and the ranks."""

@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Client, Connection
 from queue import SimpleQueue
 
-from collective.platform import short_path
-from collective.start.launchers import detect
+from collective.inner import detect, platform
 
 from .outcome import Outcome, RemoteError
 from .ranks import LEAVE_S, Job, Participant, perform
@@ -27,7 +26,6 @@ from .ranks import LEAVE_S, Job, Participant, perform
 __all__ = [
     "GO",
     "LOADED",
-    "SKIP",
     "STACKS",
     "call_back",
     "leave_process_group",
@@ -39,8 +37,9 @@ __all__ = [
 
 #: Request for the stacks of a rank's threads, and the first bytes of the answer.
 STACKS = b"stacks"
-#: Report of a rank that it has loaded a job; orders to begin the job, or to drop it.
-LOADED, GO, SKIP = b"loaded", b"go", b"skip"
+#: Report of a rank that it has loaded a job, and the order to begin it. If another job comes in
+#: place of the order, another rank could not load the first one.
+LOADED, GO = b"loaded", b"go"
 
 
 class _Interrupts:
@@ -155,17 +154,15 @@ def serve(participant: Participant, connection: Connection, foreign: bool = Fals
     line = _Line(connection)
     interrupts = _Interrupts()
     with interrupts.ignored():
+        result: Job | Outcome | None = None
         while (message := line.next()) is not None:
             with interrupts.delivered():
-                job = _load(participant.rank, message, foreign)
-            if isinstance(job, Outcome):
-                line.answer(_dump(job))
-                continue
-            line.answer(LOADED)
-            if line.next() == GO:
-                with interrupts.delivered():
-                    outcome = perform(job, participant)
-                line.answer(_dump(outcome))
+                if message == GO:
+                    assert isinstance(result, Job)
+                    result = perform(result, participant)
+                else:
+                    result = _load(participant.rank, message, foreign)
+            line.answer(LOADED if isinstance(result, Job) else _dump(result))
     participant.leave()
     line.leave()
 
@@ -200,7 +197,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def call_back(address: str, rank: int) -> Connection:
     """Connect to the program that controls the ranks, and send this rank's number."""
-    with short_path(address) as path:
+    with platform.short_path(address) as path:
         connection = Client(path, "AF_UNIX")
     connection.send((rank, os.getpid()))
     return connection

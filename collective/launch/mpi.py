@@ -8,67 +8,103 @@ the same as without mpiexec. They do not depend on how any mpiexec treats its pr
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from collective.deadline import Deadline
-from collective.platform import descriptor_path, die_with_parent
+from collective.inner import Deadline
 
-from .processes import mpi_segments, remove_segments
-from .rank import LocalRank
-from .supervisor import Supervisor
+from .agent import Host, LocalHost
+from .channel import Channel, Message, Output
+from .loop import Loop
+from .mpi_rank import PIPES
+from .mpiexec import mpi_segments, remove_segments
+from .supervisor import Meeting, Place, Rank, Supervisor
+from .variables import Run
 
-__all__ = ["MpiSupervisor"]
+__all__ = ["MpiSupervisor", "helper"]
 
-# Order for a rank's helper process to end, once all ranks have reported. Other orders are signals.
-_GO = 0
-_GROUP = 0x80
 # If mpiexec has killed a helper, mpiexec itself should end within this time after it.
 _MOMENT_S = 0.5
 # How long mpiexec may take to end after all helpers got the order to end.
 _PATIENCE_S = 10.0
-_STARTER = Path(__file__).with_name("mpi_rank.py")
+# A helper runs without the modules of these packages themselves: they import NumPy and much more,
+# which it does not need, and which would take longer than its own start.
+_HELPER = """
+import sys, types
+home, directory = sys.argv[1:]
+for name in ("collective", "collective.launch"):
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [home + "/" + name.replace(".", "/")]
+from collective.launch.mpi_rank import main
+sys.exit(main(directory))
+"""
 
 
-class _Remote(LocalRank):
-    """Rank whose helper process mpiexec has started."""
+def helper(directory: Path) -> list[str]:
+    """Return the command of the helpers, whose pipes are in ``directory``."""
+    home = Path(__file__).parents[2]
+    return [sys.executable, "-I", "-S", "-c", _HELPER, str(home), str(directory)]
 
-    def __init__(
-        self,
-        number: int,
-        process: subprocess.Popen[bytes],
-        orders: int,
-        end: int,
-        directory: Path,
-    ) -> None:
-        super().__init__(number, process)
-        self._pid_file = directory / f"{number}.pid"
-        self.orders = orders
-        self.end = end
 
-    @property
-    def pid(self) -> int:
+class _Helper(Host):
+    """The helper of a rank: an agent on this host, with its pipes.
+
+    Args:
+        prefix: path of the pipes, without their kinds.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__("", 1, "", local=True)
+        self._prefix = prefix
+
+    def attend(self, loop: Loop, heard: Callable[[Message | Output], object]) -> None:
+        self._loop, self._heard = loop, heard
+        # O_RDWR makes this process a writer of the first three pipes, so that there is no end
+        # of file before the helper has opened them. The pipe "reports" has no writer here: its
+        # end of file tells that the helper has ended.
+        *self._outputs, orders = (self._pipe(kind, os.O_RDWR) for kind in PIPES[:3])
+        reports = self._pipe(PIPES[3], os.O_RDONLY)
+        self.channel = Channel(reports, orders, greeted=False)
+        loop.watch(reports, self.hear)
+
+    def _pipe(self, kind: str, flags: int) -> int:
+        """Make a named pipe of the rank, and return its end here."""
+        path = f"{self._prefix}.{kind}"
+        os.mkfifo(path, 0o600)
+        pipe = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._loop.open.callback(os.close, pipe)
+        return pipe
+
+    def post(self, frame: Message | Output) -> None:
+        self.channel.post(frame)
+        if not isinstance(frame, Output) and frame["kind"] == "start":
+            for stream, pipe in enumerate(self._outputs, 1):
+                self._loop.relay(pipe, partial(self._relay, frame["process"], stream))
+
+    def _relay(self, process: int, stream: int, data: bytes) -> None:
+        self._heard(Output(process, stream, data))
+
+    def hear(self) -> None:
+        """Pass on what the helper has reported, and what its rank has written before its end."""
+        reports = self.channel.incoming
+        if not self._loop.watches(reports):
+            return  # all has been read
         try:
-            return int(self._pid_file.read_text() or "0")
-        except FileNotFoundError:
-            return 0
-
-    def send(self, number: int, *, group: bool) -> None:
-        if self.runs:
-            self.order(number | (_GROUP if group else 0))
-
-    def order(self, byte: int) -> None:
-        with contextlib.suppress(BlockingIOError):  # the helper has not read the last 65536 orders
-            os.write(self.orders, bytes([byte]))
+            frames = self.channel.receive()
+        except EOFError:
+            self._loop.forget(reports)
+            frames = [{"kind": "vanished"}]
+        for frame in frames:
+            for pipe in self._outputs:
+                self._loop.drain(pipe)
+            self._heard(frame)
 
 
-class _MpiexecProcess(LocalRank):
+class _Mpiexec(Rank):
     """mpiexec itself, which ends with its ranks; only SIGKILL is sent to it."""
 
     def send(self, number: int, *, group: bool) -> None:
@@ -80,7 +116,8 @@ class MpiSupervisor(Supervisor):
     """Supervisor of one run as an MPI world, with one process for each environment.
 
     Args:
-        control, command, environments, spare, verbose, tell: as in :class:`Supervisor`.
+        control, run, environments, meeting: as in :class:`Supervisor`.
+        host: this host.
         start: command of :class:`collective.launch.mpiexec.Mpiexec` for this number of ranks.
         directory: a private directory, in which the supervisor creates a folder ``mpi``.
     """
@@ -88,19 +125,20 @@ class MpiSupervisor(Supervisor):
     def __init__(
         self,
         control: int,
-        start: Sequence[str],
-        command: Sequence[str],
+        run: Run,
         environments: Sequence[Mapping[str, str]],
+        meeting: Meeting,
+        host: LocalHost,
+        start: Sequence[str],
         directory: Path,
-        spare: int = 0,
-        verbose: bool = False,
-        tell: Callable[[Mapping[int, str]], object] = lambda ended: None,
     ) -> None:
-        super().__init__(control, command, environments, spare, None, verbose, tell)
         self._start_with = start
         self._directory = directory / "mpi"
-        self._remotes: list[_Remote] = []
-        self._vanished: list[tuple[Deadline, _Remote]] = []
+        self._helpers = [_Helper(f"{self._directory}/{number}") for number in range(run.size)]
+        places = [Place(helper, number, run.size) for number, helper in enumerate(self._helpers)]
+        super().__init__(control, run, environments, meeting, [host], places)
+        self._mpiexec = _Mpiexec(-1, Place(host, 0, 1), [])
+        self._vanished: list[tuple[Deadline, Rank]] = []
         self._own_failure = 0
         self._segments: set[str] = set()
 
@@ -110,96 +148,65 @@ class MpiSupervisor(Supervisor):
 
     def _begin(self) -> None:
         self._directory.mkdir(mode=0o700)
+        for place in self._places:
+            place.host.attend(self._loop, partial(self._heard, place.host))
+        self._outlets |= {helper.channel for helper in self._helpers}
         # Variables that all ranks share go through mpiexec, which may add some. The secret does
         # not, since mpiexec might send it over a network or put it on a command line.
         shared = dict(
             set.intersection(*(set(variables.items()) for variables in self._environments))
         )
         shared.pop("COLLECTIVE_SECRET", None)
-        pipes = []
-        for number, environment in enumerate(self._environments):
-            own = [f"{name}={environment[name]}" for name in environment.keys() - shared.keys()]
-            prefix = self._directory / str(number)
-            Path(f"{prefix}.environment").write_bytes(os.fsencode("\0".join(own)))
-            # O_RDWR makes this process a writer of the first three pipes, so that there is no end
-            # of file before the helper has opened them. The pipe "end" has no writer here: its
-            # end of file tells that the helper has ended.
-            ends = {"out": os.O_RDWR, "error": os.O_RDWR, "orders": os.O_RDWR, "end": os.O_RDONLY}
-            pipes.append([_pipe(f"{prefix}.{kind}", flags) for kind, flags in ends.items()])
-            for pipe in pipes[-1]:
-                self._open.callback(os.close, pipe)
-        # Ranks cannot read a terminal from another session. Other standard input goes to rank 0.
-        path = descriptor_path(0)
-        if path is not None and not os.isatty(0):
-            (self._directory / "0.in").symlink_to(path)
-        starter = [sys.executable, "-I", "-S", str(_STARTER), str(self._directory)]
-        process = subprocess.Popen(
-            [*self._start_with, *starter, *self._command],
-            env=shared,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            bufsize=0,
-            start_new_session=True,
-            preexec_fn=die_with_parent(),  # safe: this process has one thread
-        )
-        for number, (out, error, orders, end) in enumerate(pipes):
-            rank = _Remote(number, process, orders, end, self._directory)
-            self._remotes.append(rank)
-            self._attend(rank)
-            for pipe, stream in zip((out, error), rank.streams, strict=True):
-                self._read_from(pipe, rank, stream)
-            self._watch(end, partial(self._learn, rank))
-        self._ranks.append(_MpiexecProcess(-1, process))
-        self._mpiexec = process
-        assert process.stdout is not None
-        self._open.callback(process.stdout.close)
-        os.set_blocking(process.stdout.fileno(), False)
-        self._own = process.stdout.fileno()
-        self._watch(self._own, self._relay_own)
+        self._environments = [
+            {name: value for name, value in variables.items() if name not in shared}
+            for variables in self._environments
+        ]
+        super()._begin()
+        self._by_process[self._mpiexec.process] = self._mpiexec
+        self._ranks.append(self._mpiexec)
+        command = [*self._start_with, *helper(self._directory)]
+        self._order(self._mpiexec, command, shared)
 
-    def _relay_own(self) -> None:
-        """Show the output of mpiexec itself, unless the run is already known to fail or end."""
-        with contextlib.suppress(BlockingIOError):
-            data = os.read(self._own, 65536)
-            if not data:
-                if self._own in self._selector.get_map():
-                    self._selector.unregister(self._own)
-            elif not self._failed and not self._signalled:
-                self._error.fresh_line()
-                self._error.write(data)
-
-    def _learn(self, rank: _Remote) -> None:
-        """Read the report of a rank's end."""
-        if rank.end not in self._selector.get_map():
-            return  # all of the report has been read
-        try:
-            data = os.read(rank.end, 64)
-        except BlockingIOError:
+    def _heard(self, host: Host, frame: Message | Output) -> None:
+        if isinstance(frame, Output) or frame["kind"] != "vanished":
+            super()._heard(host, frame)
             return
-        if data:
-            self._gone(rank, int(data))
-        else:
-            self._selector.unregister(rank.end)
-            if rank.runs:
-                # The helper ended without a report. If mpiexec has killed it, mpiexec is about to
-                # end, and its exit code explains more. So wait a moment before the rank counts as
-                # killed.
-                self._vanished.append((Deadline(_MOMENT_S), rank))
+        rank = next(rank for rank in self._ranks if rank.place.host is host)
+        if rank.runs:
+            # The helper ended without a report. If mpiexec has killed it, mpiexec is about to end,
+            # and its exit code explains more. So wait a moment before the rank counts as killed.
+            self._vanished.append((Deadline(_MOMENT_S), rank))
+
+    def _wrote(self, rank: Rank, stream: int, data: bytes) -> None:
+        if rank is not self._mpiexec:
+            super()._wrote(rank, stream, data)
+            return
+        # Show the output of mpiexec itself, unless the run is already known to fail or end.
+        self._hear_all()
+        if data and not self._failed and not self._signalled:
+            self._error.fresh_line()
+            self._error.write(data)
+
+    def _hear_all(self) -> None:
+        for helper in self._helpers:
+            helper.hear()
 
     def _stop(self, number: int, schedule: Sequence[tuple[float, int]]) -> None:
         self._segments |= mpi_segments(os.getpid())  # while the ranks still run
         super()._stop(number, schedule)
 
-    def _gone(self, rank: _Remote, code: int) -> None:
+    def _ended(self, rank: Rank, code: int) -> None:
+        if rank is self._mpiexec:
+            self._give_up(code)
+            return
         if code:
             self._segments |= mpi_segments(os.getpid())
-        self._ended(rank, code)
-        if code and self._spare:
+        super()._ended(rank, code)
+        if code and self._run.least < self._run.size:
             # Open MPI reports a helper to the other ranks if it is killed, but not if it exits
             # with a nonzero code. So the helper has to kill itself.
-            rank.order(signal.SIGKILL)
-        if not any(remote.runs for remote in self._remotes):
+            rank.place.host.post({"kind": "die"})
+        if not any(other.runs for other in self._ranks if other is not self._mpiexec):
             self._let_go()
 
     def _time_left(self) -> float | None:
@@ -211,29 +218,24 @@ class MpiSupervisor(Supervisor):
         super()._keep_schedule()
         for moment, rank in self._vanished:
             if rank.runs and moment.expired:
-                self._gone(rank, -signal.SIGKILL)
+                self._ended(rank, -signal.SIGKILL)
 
     def _let_go(self) -> None:
         """Order the helpers to end, and mpiexec ends with them."""
-        for rank in self._remotes:
-            rank.order(_GO)
+        for helper in self._helpers:
+            helper.post({"kind": "finish"})
         if not self._schedule:
             self._schedule = [(Deadline(_PATIENCE_S), signal.SIGKILL)]
 
-    def _reaped(self, pid: int, code: int) -> None:
-        process = self._mpiexec
-        if pid != process.pid:
-            return
-        process.returncode = code
-        for remote in self._remotes:
-            self._learn(remote)
-        running = [rank for rank in self._remotes if rank.runs]
+    def _give_up(self, code: int) -> None:
+        """Handle the end of mpiexec."""
+        self._hear_all()
+        running = [rank for rank in self._ranks if rank.runs and rank is not self._mpiexec]
         for rank in self._ranks:
             if rank.runs:
                 rank.code = code
         # mpiexec gave up by itself: it could not start the ranks, or a rank called MPI_Abort.
         if running and not self._failed and not self._signalled:
-            self._relay_own()
             self._own_failure = code or 1
 
     def _conclude(self) -> int:
@@ -247,8 +249,3 @@ class MpiSupervisor(Supervisor):
                 file=sys.stderr,
             )
         return code
-
-
-def _pipe(path: str, flags: int) -> int:
-    os.mkfifo(path, 0o600)
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)

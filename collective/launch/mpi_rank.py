@@ -1,46 +1,94 @@
-"""Process that mpiexec starts for a rank: it starts the rank, and reports the rank's end.
+"""Agent that mpiexec starts for a rank: it starts the rank, and reports the rank's end.
 
-It runs as a file, ``python -I -S mpi_rank.py DIRECTORY COMMAND …``. It imports nothing of the
-package, so it costs only a few milliseconds. The directory is that of :mod:`collective.launch.mpi`,
-and contains some files for each rank N: ``N.environment``; ``N.in``, if the rank reads standard
-input; and the named pipes ``N.out``, ``N.error``, ``N.orders`` and ``N.end``. This process writes
-the rank's process id to ``N.pid``. An order is one byte. It is the number of a signal for the rank,
-plus 128 if the signal is for the whole process group of the rank. The order 0 makes this process
-end. Once the rank has ended, the order SIGKILL makes this process kill itself.
+The agent imports no NumPy, so it costs only a few milliseconds. Its directory is that of
+:mod:`collective.launch.mpi`, and contains named pipes for each rank N: the rank writes its output
+to ``N.out`` and ``N.error`` itself, so that none is lost if mpiexec kills the agent. ``N.orders``
+and ``N.reports`` are the channel. The order ``finish`` makes this process end, as the rank did.
+The order ``die`` makes it kill itself.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
-__all__ = ["main"]
+from .agent import RemoteAgent
+from .channel import Message
 
-_GO = 0
-_GROUP = 0x80
-_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+__all__ = ["PIPES", "main"]
+
+#: Kinds of named pipes of a rank.
+PIPES = ("out", "error", "orders", "reports")
 # Signals that this process passes on to the rank, if mpiexec or another process sends them.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Variables in which the process manager of an MPI library gives a process its rank.
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
-def main(directory: Path, command: Sequence[str]) -> int:
-    """Run ``command`` as the rank that the process manager has assigned; return its exit code."""
+class _MpiAgent(RemoteAgent):
+    """Agent of one rank.
+
+    Args:
+        prefix: path of the pipes, without their kinds.
+
+    Raises:
+        OSError: there are no such pipes, or no process reads them.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        out, error, reports = (_writer(f"{prefix}.{kind}") for kind in ("out", "error", "reports"))
+        super().__init__(os.open(f"{prefix}.orders", os.O_RDONLY | os.O_NONBLOCK), reports)
+        self._outputs = out, error
+        self._early = b""  # signals that came before the rank was started
+        self._code = 0
+        self._orders.update(finish=lambda order: self._end(), die=_die)
+
+    def run(self) -> int:
+        """Obey the supervisor until the end; return the code of the rank as a shell would."""
+        self._loop.catch(self._caught, signal.SIGCHLD, *_SIGNALS)
+        self._loop.watch(self._channel.incoming, self._hear)
+        # When this process ends with a failure, mpiexec stops the other ranks. So it waits for an
+        # order: the other ranks first get time to report what they noticed.
+        while not self._over:
+            self._step(None)
+        # If the launcher has ended, the rank still runs.
+        self._send_all(signal.SIGKILL, group=True)
+        while self.runs:
+            self._step(None)
+        return self._code if self._code >= 0 else 128 - self._code
+
+    def _caught(self, numbers: bytes) -> None:
+        if not self._children:
+            self._early += numbers
+        for number in numbers:
+            if number in _SIGNALS:
+                self._send_all(number, group=False)
+        self.reap()
+
+    def _spawn(self, order: Message, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        try:
+            stdin = os.open(order["stdin"] or os.devnull, os.O_RDONLY)
+        except OSError:  # the input cannot be reopened, such as a socket
+            stdin = subprocess.DEVNULL
+        # The rank inherits the descriptor that leads to the process manager.
+        child = self._execute(order, environment, stdin, self._outputs)
+        self._caught(self._early)
+        return child
+
+    def _ended(self, number: int, code: int) -> None:
+        self._code = code
+        super()._ended(number, code)
+
+
+def main(directory: str) -> int:
+    """Run the rank that the process manager has assigned; return its exit code."""
     rank = next((os.environ[name] for name in _RANK if name in os.environ), "")
-    prefix = directory / rank
     try:
-        out, error, end = (_writer(f"{prefix}.{kind}") for kind in ("out", "error", "end"))
-        orders = os.open(f"{prefix}.orders", os.O_RDONLY | os.O_NONBLOCK)
-        environment = os.fsdecode(Path(f"{prefix}.environment").read_bytes())
+        agent = _MpiAgent(f"{directory}/{rank}")
     except OSError as problem:
         print(
             f"collective run: rank {rank or '?'} on {socket.gethostname()}: {problem}. "
@@ -49,41 +97,7 @@ def main(directory: Path, command: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    own = dict(entry.split("=", 1) for entry in environment.split("\0") if entry)
-    wake, wake_end = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(wake_end, False)
-    for number in (signal.SIGCHLD, *_SIGNALS):
-        signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
-    try:
-        standard_input = os.open(f"{prefix}.in", os.O_RDONLY)
-    except OSError:  # this rank reads no input, or the input cannot be reopened, such as a socket
-        standard_input = subprocess.DEVNULL
-    child = subprocess.Popen(
-        command,
-        env={**os.environ, **own},
-        stdin=standard_input,
-        stdout=out,
-        stderr=error,
-        close_fds=False,  # the rank needs a descriptor that leads to the process manager
-        start_new_session=True,
-        preexec_fn=_die_with_parent(),  # safe: this process has one thread
-    )
-    with contextlib.suppress(OSError):  # the launcher and its directory are gone
-        Path(f"{prefix}.pid").write_text(str(child.pid))
-    code = _attend(child, orders, wake)
-    with contextlib.suppress(OSError):
-        os.write(end, b"%d" % code)
-    # When this process ends with a failure, mpiexec stops the other ranks. So wait for an order:
-    # the other ranks first get time to report what they noticed.
-    while _GO not in (order := _read(orders)) and order:
-        # The other ranks continue. Open MPI reports to them only a process that dies by a signal.
-        # If this one ended with a code other than 0, or went on, they would wait for ever.
-        if signal.SIGKILL in order:
-            os.kill(os.getpid(), signal.SIGKILL)
-        select.select([orders], [], [])
-    return code if code >= 0 else 128 - code
+    return agent.run()
 
 
 def _writer(path: str) -> int:
@@ -98,55 +112,10 @@ def _writer(path: str) -> int:
     return pipe
 
 
-def _die_with_parent() -> Callable[[], None]:
-    """Return the same as :func:`collective.platform.die_with_parent`.
+def _die(order: Message) -> None:
+    """Kill this process: the other ranks continue, and the rank was lost.
 
-    mpiexec may kill this process without killing the rank.
+    Open MPI reports to them only a process that dies by a signal. If this one ended with a code
+    other than 0, or went on, they would wait for ever.
     """
-    if sys.platform != "linux":
-        return lambda: None
-    prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def prepare() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # the parent died before the call of prctl
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return prepare
-
-
-def _attend(child: subprocess.Popen[bytes], orders: int, wake: int) -> int:
-    """Pass on signals until the rank has ended; return its code in the form of ``subprocess``."""
-    while child.poll() is None:
-        ready, _, _ = select.select([orders, wake], [], [])
-        if wake in ready:
-            for number in _read(wake):
-                if number in _SIGNALS:
-                    _send(child, number)
-        if orders in ready:
-            # End of file means that the launcher has ended, so kill the rank.
-            for order in _read(orders) or bytes([signal.SIGKILL | _GROUP]):
-                _send(child, order)
-    return int(child.returncode)
-
-
-def _send(child: subprocess.Popen[bytes], order: int) -> None:
-    # The child is not reaped yet, so no other process or group can have its id.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if order & _GROUP:
-            os.killpg(child.pid, order & ~_GROUP)
-        elif order:
-            os.kill(child.pid, order)
-
-
-def _read(pipe: int) -> bytes:
-    """Return the bytes in the pipe: nothing at its end, a harmless order if it is empty."""
-    try:
-        return os.read(pipe, 4096)
-    except BlockingIOError:
-        return bytes([_GROUP])
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    os.kill(os.getpid(), signal.SIGKILL)

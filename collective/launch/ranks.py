@@ -1,10 +1,10 @@
 """Ranks that are started once and then run jobs; a job has one outcome for each rank.
 
 Programs that need several ranks (tests, the benchmark, the parity suite, the doctor) use one
-:class:`Ranks` and a :class:`Starter`. The starter creates one kind of rank: threads
-(:mod:`.thread_starter`), processes forked from a server (:mod:`.process_starter`), or processes
-that a command such as ``mpiexec`` starts and that call back (:mod:`.command_starter`). Another
-launcher needs another starter.
+:class:`Ranks` and a :class:`Starter`. The starter creates one kind of rank: threads of
+this process (:class:`ThreadStarter`), processes forked from a server (:mod:`.process_starter`), or
+processes that a command such as ``mpiexec`` starts and that call back (:mod:`.command_starter`).
+Another launcher needs another starter.
 
 Each rank has a *control line*. A job arrives through it, and the rank loads the job. When all ranks
 have loaded it, they get the order to begin, so the time of imports does not count as the job's.
@@ -15,21 +15,30 @@ too. If a rank hangs, it gets a request for its stacks and is ended.
 
 from __future__ import annotations
 
+import sys
+import threading
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol, Self
 
-from collective.deadline import Deadline
+from collective.inner import Deadline
 
 from .outcome import Outcome, RankDiedError, RankHungError, RanksFailedError
 
-__all__ = ["FunctionJob", "Handle", "Job", "Participant", "Ranks", "Resource", "Starter", "perform"]
+__all__ = [
+    "FunctionJob", "Handle", "Job", "Participant", "Ranks", "Resource", "Starter", "ThreadStarter",
+    "perform",
+]  # fmt: skip
 
 # How long ranks may take at least to start and to import what a job needs, on a busy machine.
 LOAD_S = 60.0
 # How long a rank may take to end once its line is closed.
 LEAVE_S = 5.0
+# Seconds that a rank has to end after its communicator was aborted.
+_GRACE_S = 2.0
 
 
 # -- inside a rank -----------------------------------------------------------------------------
@@ -129,19 +138,15 @@ class Handle(ABC):
 
     @abstractmethod
     def load(self, job: Any) -> None:
-        """Make the rank load a job that :meth:`Starter.encode` returned.
+        """Make the rank load a job that :meth:`Starter.encode` returned, in place of one before.
 
         Raises:
-            OSError: the rank has ended; the next two methods raise it as well.
+            OSError: the rank has ended; the next method raises it as well.
         """
 
     @abstractmethod
     def go(self) -> None:
         """Let the rank begin the job that it has loaded."""
-
-    def skip(self) -> None:
-        """Let the rank drop the job and wait for the next one: another rank could not load it."""
-        return None
 
     @abstractmethod
     def died(self) -> Outcome:
@@ -250,17 +255,14 @@ class Ranks:
             # No rank begins before the last one has started and imported its modules.
             loading = Deadline(max(LOAD_S, timeout))
             outcomes = self._ask(lambda handle: handle.load(encoded), loading, "no start")
-            if not outcomes:
-                end = Deadline(timeout)
-                return self._ask(lambda handle: handle.go(), end, "no result", grace, job.ended)
-            for rank, handle in self._handles.items():
-                if rank not in outcomes:
-                    handle.skip()
+            if outcomes:
+                return outcomes
+            end = Deadline(timeout)
+            return self._ask(lambda handle: handle.go(), end, "no result", grace, job.ended)
         except BaseException:
             # For example after an interrupt: the next job must not get the answers to this one.
             self._end(Deadline(0.0))
             raise
-        return outcomes
 
     def results(self, job: Job, timeout: float) -> list[Any]:
         """Run ``job`` on every rank, as :meth:`run`, and return its results in rank order.
@@ -346,3 +348,72 @@ class Ranks:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+# -- ranks that are threads --------------------------------------------------------------------
+
+_Answers = SimpleQueue[tuple[Handle, "Outcome | None"]]
+
+
+class _Thread(Handle):
+    def __init__(self, rank: int, answers: _Answers) -> None:
+        self._participant = Participant(rank)
+        self._answers = answers
+        self._job: Job | None = None
+        self._thread: threading.Thread | None = None
+
+    def load(self, job: Job) -> None:
+        self._job = job
+        self._answers.put((self, None))
+
+    def go(self) -> None:
+        job, self._job = self._job, None
+        assert job is not None
+        self._thread = threading.Thread(
+            target=lambda: self._answers.put((self, perform(job, self._participant))),
+            name=f"rank-{self._participant.rank}",
+            daemon=True,  # a thread that hangs must not keep the interpreter from exiting
+        )
+        self._thread.start()
+
+    def died(self) -> Outcome:
+        raise NotImplementedError("a thread always returns an outcome, so it cannot die")
+
+    def stacks(self) -> str:
+        frame = sys._current_frames().get(self._thread.ident or 0) if self._thread else None
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+    def end(self, deadline: Deadline) -> None:
+        """Wait for the thread to end, and abort what it keeps if it does not.
+
+        A thread that does not react continues to run, but gets no other job.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(deadline.left())
+            if self._thread.is_alive():
+                for kept in list(self._participant.kept.values()):
+                    kept.abort("the rank returned no result in time")
+                self._thread.join(_GRACE_S)
+            if self._thread.is_alive():
+                return
+        self._participant.leave()
+
+
+class ThreadStarter(Starter):
+    """Starter of ranks that are threads of this process."""
+
+    def __init__(self) -> None:
+        self._answers: _Answers = SimpleQueue()
+
+    def start(self, ranks: Sequence[int]) -> dict[int, Handle]:
+        return {rank: _Thread(rank, self._answers) for rank in ranks}
+
+    def wait(self, handles: Mapping[int, Handle], deadline: Deadline) -> dict[int, Outcome | None]:
+        while True:
+            try:
+                answering, outcome = self._answers.get(timeout=deadline.left())
+            except Empty:
+                return {}
+            for rank, handle in handles.items():
+                if handle is answering:  # ignore a late thread of an earlier job
+                    return {rank: outcome}

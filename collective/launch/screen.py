@@ -7,21 +7,15 @@ another rank writes, the bar continues in a new line.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import select
 import time
 
+from .channel import Outlet
 from .tracebacks import find_traceback
 
 __all__ = ["RankOutput", "Screen"]
 
-# POSIX: if poll() reports a pipe as writable, it accepts this many bytes without blocking.
-_CHUNK = select.PIPE_BUF
-# Back-pressure: if the reader of the launcher's output has more bytes than this still to read,
-# the ranks have to wait.
-_BACKLOG_LIMIT = 1 << 20
 # An unfinished line of this many bytes is shown as a complete line. Held output of this many bytes
 # is too long for a traceback, so it is shown.
 _LINE_LIMIT = 1 << 20
@@ -35,58 +29,23 @@ _HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 _UP = re.compile(rb"\x1b\[([0-9]*)([AF])")
 
 
-class Screen:
+class Screen(Outlet):
     """Output of the launcher: a terminal, a pipe or a file.
 
     Attributes:
-        descriptor: file descriptor of the output.
         terminal: whether the output is a terminal.
-        broken: whether nothing can be written any more. Further output is dropped.
-        reason: why the output is broken; empty if its reader has closed the pipe.
         hidden: whether a rank has hidden the cursor. The rank may end without showing it again.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
+        super().__init__(descriptor)
         self.terminal = os.isatty(descriptor)
-        self.broken = False
-        self.reason = ""
         self.hidden = False
-        self._backlog = bytearray()
         # The stream in whose unfinished line the cursor stands, the stream that wrote last, and
         # the number of complete lines above the cursor that are all from the latter.
         self._open: RankOutput | None = None
         self._last: RankOutput | None = None
         self._above = 0
-
-    @property
-    def waiting(self) -> bool:
-        """Whether output is still to be written."""
-        return bool(self._backlog)
-
-    @property
-    def full(self) -> bool:
-        """Whether so much output is still to be written that no more should be read."""
-        return len(self._backlog) > _BACKLOG_LIMIT
-
-    def write(self, data: bytes) -> None:
-        """Queue ``data`` for :meth:`flush`."""
-        if not self.broken:
-            self._backlog += data
-
-    def flush(self) -> None:
-        """Write as much as possible without blocking."""
-        ready = select.poll()
-        ready.register(self.descriptor, select.POLLOUT)
-        while self._backlog and ready.poll(0):
-            try:
-                done = os.write(self.descriptor, self._backlog[:_CHUNK])
-            except OSError as error:  # a closed pipe, a terminal that was hung up, a full disk
-                self.broken = True
-                self.reason = "" if error.errno == errno.EPIPE else os.strerror(error.errno or 0)
-                self._backlog.clear()
-                return
-            del self._backlog[:done]
 
     def fresh_line(self) -> None:
         """End the unfinished line, if there is one."""

@@ -22,23 +22,13 @@ from importlib.abc import InspectLoader
 from types import CodeType, ModuleType
 from typing import Any, TextIO
 
-from collective.contract.failure import Failure
-from collective.contract.world import World
-from collective.start import session
+from collective.inner import Failure, World, session
 from collective.start.connecting import tell_ended
 from collective.start.stores import MemoryStore
 
-from .interrupt import sites_of_threads, summary
-from .verdict import (
-    FailedRank,
-    exit_code,
-    first_in_cause,
-    how_ended,
-    loss,
-    losses,
-    report,
-    shortfall,
-)
+from .tracebacks import sites_of_threads, summary
+from .variables import Run
+from .verdict import FailedRank, first_in_cause, loss, losses, report
 
 __all__ = ["load_program", "main"]
 
@@ -140,14 +130,11 @@ class _Main(ModuleType):
 class _Program:
     """Program that runs on every rank, with the results of the ranks."""
 
-    def __init__(
-        self, size: int, spare: int, code: CodeType, path: str, package: str | None
-    ) -> None:
-        self.size = size
-        self.spare = spare  # number of ranks that may fail before the program counts as failed
+    def __init__(self, run: Run, code: CodeType, path: str, package: str | None) -> None:
         self.codes: dict[int, int] = {}
         self.failures: list[tuple[int, str]] = []  # ranks and their tracebacks
         self.failed = threading.Event()
+        self._run = run
         self._code = code
         self._path = path
         self._package = package
@@ -159,12 +146,12 @@ class _Program:
 
     def run(self, rank: int, streams: Sequence[_Prefixed]) -> None:
         """Run the program as ``rank``."""
+        size, least = self._run.size, self._run.least
         for stream in streams:
             stream.begin(rank)
         world = World(
-            rank, self.size, rank, self.size, socket.gethostname(), "collective", self._job,
-            self._store,
-        )  # fmt: skip
+            rank, size, rank, size, socket.gethostname(), "collective", self._job, self._store
+        )
         session.thread_world(world)
         namespace = {
             "__name__": "__main__",
@@ -191,36 +178,29 @@ class _Program:
             why = text or f"the rank exited with code {code}"
             session.leave_thread(Failure("failed", rank, why) if code else None)
         self.codes[rank] = code
+        failure = FailedRank(rank, code, None)
         with self._telling:
-            self._ended[rank] = how_ended(FailedRank(rank, code, None))
-            tell_ended(self._store, self._ended, [0] * self.size, self.size - self.spare)
+            self._ended[rank] = failure.how
+            tell_ended(self._store, self._ended, [0] * size, least)
         for stream in streams:
             stream.finish()
-        if code and len(self.failures) > self.spare:
+        left = size - len(self.failures)
+        if code and left < least:
             self.failed.set()
         elif code:
-            left = self.size - len(self.failures)
-            report = loss(FailedRank(rank, code, None), left, self.size, self.size - self.spare)
-            print(report, end="", file=sys.__stderr__, flush=True)
+            print(loss(self._run, failure, left), end="", file=sys.__stderr__, flush=True)
 
 
-def main(arguments: Sequence[str], spare: int = 0, *, verbose: bool = False) -> int:
-    """Run ``N [-m] PROGRAM [ARGUMENT …]`` as N threads; return the exit code.
-
-    Args:
-        arguments: N and the program, as in the first line.
-        spare: number of ranks that may fail while the others continue.
-        verbose: whether the report of a failure shows the frames of this package.
-    """
-    size, program = int(arguments[0]), list(arguments[1:])
-    code, path, package = load_program(program)
+def main(run: Run) -> int:
+    """Run a program as threads of this process, and return the exit code."""
+    code, path, package = load_program(list(run.program))
     streams = [_Prefixed(sys.stdout), _Prefixed(sys.stderr)]
     sys.stdout, sys.stderr = streams
-    ranks = _Program(size, spare, code, path, package)
+    ranks = _Program(run, code, path, package)
     # Daemon threads, so that a rank that hangs does not keep the process alive after _GRACE_S.
     threads = [
         threading.Thread(target=ranks.run, args=(rank, streams), name=f"rank-{rank}", daemon=True)
-        for rank in range(size)
+        for rank in range(run.size)
     ]
     result = 0
     try:
@@ -231,7 +211,7 @@ def main(arguments: Sequence[str], spare: int = 0, *, verbose: bool = False) -> 
                 thread.join(0.1)
         if ranks.failed.is_set():
             for thread in threads:
-                thread.join(_GRACE_S / size)
+                thread.join(_GRACE_S / run.size)
     except KeyboardInterrupt as end:
         result = 128 + getattr(end, "number", signal.SIGINT)
         if result == 128 + signal.SIGINT:
@@ -242,15 +222,13 @@ def main(arguments: Sequence[str], spare: int = 0, *, verbose: bool = False) -> 
         for rank, text in ranks.failures
     ]
     if ranks.failed.is_set() and not result:
-        if spare:
-            print(shortfall(lost, size, size - spare), end="", file=sys.stderr)
         first = first_in_cause(lost)
         others = sorted((rank for rank in lost if rank is not first), key=lambda rank: rank.rank)
         others = [rank for rank in others if rank.stderr]
-        result = exit_code(first)
-        print(report(first, others, verbose=verbose), end="", file=sys.stderr)
+        result = first.exit_code
+        print(report(run, lost, first, others), end="", file=sys.stderr)
     elif lost and not result:
-        print(losses(lost, size, verbose=verbose), end="", file=sys.stderr)
+        print(losses(run, lost), end="", file=sys.stderr)
     broken = streams[0].broken
     if broken is not None and not result:
         result = 128 + signal.SIGPIPE
@@ -295,7 +273,3 @@ def load_program(program: list[str]) -> tuple[CodeType, str, str | None]:
         return compile(source, path, "exec", dont_inherit=True), path, None
     except SyntaxError as error:
         sys.exit("".join(traceback.format_exception_only(error)).rstrip())
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,51 +1,107 @@
-"""Environment variables of ranks."""
+"""What a run executes, and the environment variables of its ranks."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from collective.platform import usable_cores
+from collective.inner import platform
 
 __all__ = [
-    "cores_for_each", "inherited", "python_path", "rank_variables", "restart_with",
-    "shared_variables",
+    "Run", "cores_for_each", "inherited", "python_path", "restart_with", "shared_variables",
 ]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Run:
+    """Program that ``collective run`` executes, and the rules for lost ranks.
+
+    Attributes:
+        program: arguments of the Python interpreter: a script, or ``-m`` and a module, followed
+            by the arguments of the program.
+        size: number of ranks, at least 1.
+        settings: environment variables for all ranks, such as ``COLLECTIVE_BACKEND``.
+        min_ranks: number of ranks that must survive for the run to continue after a loss; by
+            default all.
+        max_restarts: how often all ranks are started again, each time from scratch, after fewer
+            than ``min_ranks`` have survived.
+        replace: if true, a new process is started for each lost rank and joins the others, while
+            at least ``min_ranks`` survive. Not with MPI.
+        verbose: if true, all tracebacks are shown whole, as the ranks write them. By default,
+            equal tracebacks are shown once, and without the frames of this package.
+    """
+
+    program: Sequence[str]
+    size: int
+    settings: Mapping[str, str]
+    min_ranks: int | None = None
+    max_restarts: int = 0
+    replace: bool = False
+    verbose: bool = False
+
+    @property
+    def command(self) -> list[str]:
+        """Command that each rank executes."""
+        return [sys.executable, "-u", *self.program]
+
+    @property
+    def least(self) -> int:
+        """Number of ranks that must survive."""
+        return self.min_ranks or self.size
+
+    def environments(
+        self, common: Mapping[str, str], places: Sequence[tuple[int, int, int | None]]
+    ) -> list[dict[str, str]]:
+        """Return the environment variables of each rank.
+
+        Args:
+            common: variables of all ranks, without the settings of the run.
+            places: for each rank its number among those of its host, how many these are, and the
+                number of cores of the host; None for those of this process.
+        """
+        common = {**common, **self.settings}
+        return [{**common, **_rank_variables(rank, *place)} for rank, place in enumerate(places)]
+
+
 def shared_variables(
-    size: int, store: str, address: str, port: int, restart: int
+    run: Run, store: str, address: str, port: int, restart: int, store_server: str = "rank"
 ) -> dict[str, str]:
     """Return the variables that are the same for all ranks of an attempt, with a new secret.
 
     Args:
-        size: number of ranks.
+        run: what the ranks execute.
         store: where the ranks meet.
         address, port: where rank 0 of a program of torch.distributed listens.
         restart: how often the ranks were started before.
+        store_server: which process serves a store at an address: ``"rank"`` 0 or the
+            ``"launcher"``.
     """
+    launch = {
+        "restart": restart, "grow": "on" if run.replace else "off", "store_server": store_server
+    }  # fmt: skip
     return {
-        "COLLECTIVE_SIZE": str(size),
+        "COLLECTIVE_SIZE": str(run.size),
         "COLLECTIVE_STORE": store,
         # A new secret for each launch. It replaces a secret in the launcher's environment. Other
         # processes of this user can read it in /proc, but it is never on a command line.
         "COLLECTIVE_SECRET": secrets.token_hex(32),
-        "COLLECTIVE_RESTART": str(restart),
+        "COLLECTIVE_LAUNCH": ",".join(f"{name}={value}" for name, value in launch.items()),
         # Variables for programs written for torch.distributed.
-        "WORLD_SIZE": str(size),
+        "WORLD_SIZE": str(run.size),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "PYTHONPATH": python_path(),
-        **_terminal_variables(size),
+        **_terminal_variables(run.size),
     }
 
 
-def rank_variables(
-    rank: int, local_rank: int, local_size: int, cores: int | None = None
+def _rank_variables(
+    rank: int, local_rank: int, local_size: int, cores: int | None
 ) -> dict[str, str]:
     """Return the variables of one rank.
 
@@ -113,7 +169,7 @@ def cores_for_each(size: int, cores: int | None = None) -> int:
     Ranks that each start one thread for every core slow each other down by far. torchrun sets 1,
     which leaves cores idle if there are fewer ranks than cores.
     """
-    return max(1, (usable_cores() if cores is None else cores) // size)
+    return max(1, (platform.usable_cores() if cores is None else cores) // size)
 
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:

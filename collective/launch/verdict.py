@@ -22,11 +22,9 @@ from .tracebacks import (
     traceback_start,
     without_prefix,
 )
+from .variables import Run
 
-__all__ = [
-    "FailedRank", "exit_code", "first_in_cause", "how_ended", "loss", "losses", "report",
-    "shortfall",
-]  # fmt: skip
+__all__ = ["FailedRank", "first_in_cause", "loss", "losses", "report"]
 
 # A timeout is the cause of other failures, but may itself follow from one. So it ranks between
 # a cause and a consequence.
@@ -52,6 +50,23 @@ class FailedRank:
     stderr: bytes | None
     fate: str = ""
 
+    @property
+    def exit_code(self) -> int:
+        """Code that a shell would give: 128 + n for a process killed by signal n."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+    @property
+    def how(self) -> str:
+        """Words for how the rank ended, also if it has not failed."""
+        if self.fate:
+            return self.fate
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        try:
+            return f"killed by {signal.Signals(-self.code).name}"
+        except ValueError:  # a real-time signal
+            return f"killed by signal {-self.code}"
+
 
 def first_in_cause(failures: Sequence[FailedRank]) -> FailedRank:
     """Return the failure that caused the others.
@@ -62,96 +77,82 @@ def first_in_cause(failures: Sequence[FailedRank]) -> FailedRank:
     return min(failures, key=_distance)  # min keeps the order among equals
 
 
-def exit_code(failure: FailedRank) -> int:
-    """Return the code that a shell would give: 128 + n for a process killed by signal n."""
-    return failure.code if failure.code >= 0 else 128 - failure.code
-
-
-def report(first: FailedRank, others: Sequence[FailedRank] = (), *, verbose: bool = False) -> str:
+def report(
+    run: Run, failures: Sequence[FailedRank], first: FailedRank, others: Sequence[FailedRank] = ()
+) -> str:
     """Return the text that ends a failed run: tracebacks, and last that of the first failure.
 
     Ranks whose tracebacks are alike share one.
 
     Args:
+        run: the run.
+        failures: all failures, in the order in which the ranks ended.
         first: failure that caused the others.
         others: failures whose tracebacks the user has not seen yet.
-        verbose: whether to show the frames inside this package.
     """
-    failures = [*others, first]
-    words = [_LastWords(failure, verbose) for failure in failures]
-    blocks = []
-    for group in alike([(f.rank, text.text) for f, text in zip(failures, words, strict=True)]):
-        ranks = [failures[number].rank for number in group]
+    beginning = _shortfall(run, failures) if run.least < run.size else ""
+    shown = [*others, first]
+    words = [_LastWords(failure, run.verbose) for failure in shown]
+    blocks = [beginning]
+    for group in alike([(f.rank, text.text) for f, text in zip(shown, words, strict=True)]):
+        ranks = [shown[number].rank for number in group]
         head = f"{name_ranks(ranks)} failed"
         if len(others) not in group:
             blocks.append(words[group[0]].block(head, ranks))
         elif len(set(ranks)) == 1:
-            last = f"{head} first ({how_ended(first)})"
+            last = f"{head} first ({first.how})"
         else:
-            last = f"{head}, rank {first.rank} first ({how_ended(first)})"
+            last = f"{head}, rank {first.rank} first ({first.how})"
     return "".join([*blocks, words[-1].block(last, [first.rank])])
 
 
-def loss(failure: FailedRank, left: int, size: int, least: int, replaced: bool = False) -> str:
+def loss(run: Run, failure: FailedRank, left: int, replaced: bool = False) -> str:
     """Return the text for the loss of a rank after which the others continue.
 
     Args:
+        run: the run.
         failure: failure of the lost rank.
         left: number of remaining ranks.
-        size: number of ranks at the start.
-        least: number of ranks that the run needs.
         replaced: whether a new process will join in place of the lost rank.
     """
     return (
-        f"collective run: rank {failure.rank} is lost ({how_ended(failure)}); {left} of {size} "
-        f"ranks are left, and {least} are enough.{' A new process will join them.' * replaced}\n"
+        f"collective run: rank {failure.rank} is lost ({failure.how}); {left} of {run.size} "
+        f"ranks are left, and {run.least} are enough."
+        f"{' A new process will join them.' * replaced}\n"
     )
 
 
-def losses(failures: Sequence[FailedRank], size: int, *, verbose: bool = False) -> str:
+def losses(run: Run, failures: Sequence[FailedRank]) -> str:
     """Return the summary of a run that continued without some of its ranks.
 
     Args:
+        run: the run.
         failures: at least one. A rank that was replaced may be among them repeatedly.
-        size: number of ranks at the start.
-        verbose: whether to show the frames inside this package.
     """
     ranks = {failure.rank for failure in failures}
-    blocks = [f"collective run: {len(ranks)} of {size} ranks {_were(ranks)} lost:\n"]
-    words = [_LastWords(failure, verbose) for failure in failures]
+    blocks = [f"collective run: {len(ranks)} of {run.size} ranks {_were(ranks)} lost:\n"]
+    words = [_LastWords(failure, run.verbose) for failure in failures]
     for group in alike(
-        [(f.rank, f"{how_ended(f)}\n{text.text}") for f, text in zip(failures, words, strict=True)]
+        [(f.rank, f"{f.how}\n{text.text}") for f, text in zip(failures, words, strict=True)]
     ):
         lost = [failures[number].rank for number in group]
-        head = f"{name_ranks(lost)} {_were(set(lost))} lost ({how_ended(failures[group[0]])})"
+        head = f"{name_ranks(lost)} {_were(set(lost))} lost ({failures[group[0]].how})"
         blocks.append(words[group[0]].block(head, lost))
     return "".join(blocks)
 
 
-def shortfall(failures: Sequence[FailedRank], size: int, least: int) -> str:
+def _shortfall(run: Run, failures: Sequence[FailedRank]) -> str:
     """Return the text for a run that lost so many ranks that it cannot continue."""
-    listed = ", ".join(f"rank {failure.rank} ({how_ended(failure)})" for failure in failures)
+    listed = ", ".join(f"rank {failure.rank} ({failure.how})" for failure in failures)
     ranks = {failure.rank for failure in failures}
     return (
-        f"collective run: {len(ranks)} of {size} ranks {_were(ranks)} lost, but {least} must be "
-        f"left to continue: {listed}\n"
+        f"collective run: {len(ranks)} of {run.size} ranks {_were(ranks)} lost, but {run.least} "
+        f"must be left to continue: {listed}\n"
     )
 
 
 def _were(failures: Sized) -> str:
     return "was" if len(failures) == 1 else "were"
-
-
-def how_ended(failure: FailedRank) -> str:
-    """Return words for how a rank ended, also for one that has not failed."""
-    if failure.fate:
-        return failure.fate
-    if failure.code >= 0:
-        return f"exit code {failure.code}"
-    try:
-        return f"killed by {signal.Signals(-failure.code).name}"
-    except ValueError:  # a real-time signal
-        return f"killed by signal {-failure.code}"
 
 
 class _LastWords:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from .buffer import Spot
 
 __all__ = [
-    "Adapter", "NumpyAdapter", "ProducerAdapter", "adapter_like", "adapter_of", "is_array",
-    "known",
+    "NUMBERS", "Adapter", "Distant", "NumpyAdapter", "ProducerAdapter", "Staged", "adapter_like",
+    "adapter_of", "is_array", "is_number", "known",
 ]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
@@ -431,3 +431,94 @@ def _load(framework: str) -> Adapter:
             f"Try `{hint(framework)}`, or like='numpy'."
         ) from error
     return adapter
+
+
+# -- Python's own numbers, as arrays of no dimensions and back -------------------------------------
+
+_OF_NUMBERS = {
+    bool: dtypes.BY_NAME["bool"],
+    int: dtypes.BY_NAME["int64"],
+    float: dtypes.BY_NAME["float64"],
+    complex: dtypes.BY_NAME["complex128"],
+}
+
+
+class _Numbers(Adapter):
+    """Adapter of ``bool``, ``int`` of 64 bits, ``float`` and ``complex``; gathers return lists."""
+
+    name = "number"
+
+    def view(self, x: Any) -> tuple[Any, DType]:
+        dtype = _OF_NUMBERS[type(x)]
+        try:
+            return np.array(x, dtype.storage), dtype
+        except OverflowError:
+            raise DtypeError(
+                f"number: {x} takes more than 64 bits; use the *_object calls, which carry "
+                "integers of any length, or a float."
+            ) from None
+
+    def wrap(self, array: Any, dtype: DType) -> Any:
+        return array.tolist()
+
+
+#: The adapter of Python's numbers. :func:`adapter_of` does not return it:
+#: in calls where a number has no obvious meaning, a number does not count as an array.
+NUMBERS = _Numbers()
+
+
+def is_number(x: Any) -> bool:
+    """Tell whether ``x`` is one of Python's numbers, and not of a subclass such as an IntEnum."""
+    return type(x) in _OF_NUMBERS
+
+
+# -- arrays of another device, through host memory -------------------------------------------------
+#
+# This is for transports that only reach the CPU, and for operations that a transport lacks on the
+# GPU. The array is copied to page-locked memory, and the call works on the copy. Then the result is
+# copied to the GPU, into memory of the caller's framework. The host waits for both copies.
+
+
+class Distant:
+    """Array on a device whose memory no transport reaches; calls work on its copy on the host.
+
+    Attributes:
+        shape, dtype: shape, and NumPy's dtype that stores the elements.
+        device: the device, as its framework names it.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+
+    def to_host(self) -> Array:
+        """Return the elements in host memory."""
+        raise NotImplementedError
+
+    def fill_from_host(self, values: Array) -> None:
+        """Copy the elements to the device. Later changes of ``values`` are not allowed."""
+        raise NotImplementedError
+
+
+class Staged(Adapter):
+    """Adapter that turns results in host memory into arrays on a GPU or another device.
+
+    Args:
+        adapter: adapter of the caller's framework.
+        device: the device for the results; also an attribute.
+    """
+
+    name = "staged"
+
+    def __init__(self, adapter: Adapter, device: Any) -> None:
+        self._adapter = adapter
+        self.device = device
+
+    def unchanged(self, x: Any) -> Any:
+        return self._adapter.unchanged(x)
+
+    def wrap(self, array: Array, dtype: DType) -> Any:
+        result: Any = self._adapter.empty(array.shape, dtype, self.device)
+        result.fill_from_host(array)
+        return self._adapter.wrap(result, dtype)

@@ -7,19 +7,20 @@ no arithmetic.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from collective import cuda
 from collective.cuda import Device, Stream
-from collective.errors import DeviceError, ShapeError
+from collective.errors import DeviceError, DtypeError, ShapeError
 
 from . import device_copies, device_layout, dlpack
-from .device_functions import FUNCTIONS
-from .device_space import Space
+from .device_copies import Space
 
 __all__ = ["DeviceArray", "Flags"]
 
@@ -360,7 +361,7 @@ class DeviceArray:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        function = FUNCTIONS.get(func)
+        function = _FUNCTIONS.get(func)
         if function is None:
             return NotImplemented
         return function(*args, **kwargs)
@@ -395,3 +396,97 @@ def _unreadable(array: DeviceArray) -> DeviceError:
         f"array: {array!r} cannot be read from the host, and no copy is made silently. Use "
         "to_host()."
     )
+
+
+# -- functions of NumPy that the calls use ---------------------------------------------------------
+
+# Function of NumPy -> implementation for arrays on GPUs (NEP 18).
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+
+
+def _for(function: Any) -> Callable[[Any], Any]:
+    def register(implementation: Any) -> Any:
+        _FUNCTIONS[function] = implementation
+        return implementation
+
+    return register
+
+
+@_for(np.concatenate)
+def _concatenate(arrays: Iterable[Any], axis: int = 0, out: Any = None) -> Any:
+    """Join arrays along the first axis, the only one along which calls join."""
+    if axis != 0:
+        return NotImplemented
+    arrays = list(arrays)
+    first = arrays[0]
+    for array in arrays:
+        _check_device("concatenate", array)
+        if array.ndim != first.ndim or not first.ndim or array.shape[1:] != first.shape[1:]:
+            raise ShapeError(
+                f"concatenate: shapes {first.shape} and {array.shape} differ beside axis 0."
+            )
+        if array.dtype != first.dtype:
+            raise DtypeError(f"concatenate: dtypes {first.dtype} and {array.dtype}.")
+    shape = (sum(array.shape[0] for array in arrays), *first.shape[1:])
+    if out is None:
+        out = first.allocate(shape)
+    else:
+        _check_device("concatenate: out", out)
+        if out.shape != shape:
+            raise ShapeError(f"concatenate: out has shape {out.shape}; the result has {shape}.")
+    start = 0
+    for array in arrays:
+        out[start : start + array.shape[0]] = array
+        start += array.shape[0]
+    return out
+
+
+def _check_device(what: str, array: Any) -> None:
+    if not isinstance(array, DeviceArray):
+        raise DeviceError(
+            f"{what}: {type(array).__name__} together with arrays of a GPU; elements are never "
+            "copied between a GPU and the host silently. Use to_host() or fill_from_host()."
+        )
+
+
+@_for(np.may_share_memory)
+def _may_share_memory(a: Any, b: Any) -> bool:
+    """Tell whether address ranges overlap; GPUs and the host share one address space."""
+    (low, high), (start, stop) = _bounds(a), _bounds(b)
+    return low < stop and start < high
+
+
+def _bounds(array: Any) -> tuple[int, int]:
+    if isinstance(array, DeviceArray):
+        return array.bounds
+    host = np.asarray(array)
+    address = host.__array_interface__["data"][0]
+    return device_layout.bounds(address, host.shape, host.strides, host.itemsize)
+
+
+@_for(np.copyto)
+def _copyto(dst: Any, src: Any) -> None:
+    _check_device("copyto", dst)
+    dst[...] = src
+
+
+@_for(np.moveaxis)
+def _moveaxis(a: DeviceArray, source: Any, destination: Any) -> DeviceArray:
+    # NumPy moves the axes of an array whose lengths are the numbers of its axes.
+    numbered = np.empty(tuple(range(a.ndim)))
+    try:
+        return a.transpose(np.moveaxis(numbered, source, destination).shape)
+    except ValueError as error:
+        raise ShapeError(f"moveaxis: {error}.") from None
+
+
+@_for(np.empty_like)
+def _empty_like(prototype: DeviceArray) -> DeviceArray:
+    return prototype.allocate(prototype.shape)
+
+
+@_for(np.split)
+def _split(ary: DeviceArray, indices_or_sections: Sequence[int]) -> list[DeviceArray]:
+    """Cut an array before some of its rows."""
+    cuts = [0, *map(operator.index, indices_or_sections), len(ary)]
+    return [ary[start:stop] for start, stop in itertools.pairwise(cuts)]

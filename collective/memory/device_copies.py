@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -15,15 +15,32 @@ from collective.cuda import Device, Event, Stream
 from collective.cuda.pinning import LARGEST, is_pinned, pinned
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
 
-from .device_space import DeviceElements, Space
+if TYPE_CHECKING:
+    from .device_array import DeviceArray
 
-__all__ = ["PLAIN", "PlainSpace", "assign", "fill_from_host", "to_host"]
+__all__ = ["PLAIN", "PlainSpace", "Space", "assign", "fill_from_host", "to_host"]
 
 Array = np.ndarray[Any, Any]
 
 # Bytes of one step of a copy between the GPU and ordinary host memory. There are two blocks of this
 # size: while one is on the bus, the CPU moves the other.
 _STEP = 1 << 22
+
+
+class Space(Protocol):
+    """Allocator of a framework's GPU memory, which also copies arrays with gaps."""
+
+    def empty(self, nbytes: int, device: Device, stream: Stream) -> tuple[int, Any]:
+        """Return the address of new memory for use on ``stream``, and the memory's owner."""
+        ...
+
+    def assign(self, dst: DeviceArray, src: DeviceArray) -> None:
+        """Enqueue a copy of elements on ``dst.effective_stream``.
+
+        Both arrays have the same shape, dtype and device, and do not overlap. ``src`` may have
+        strides of 0, but ``dst`` has none.
+        """
+        ...
 
 
 class PlainSpace(Space):
@@ -39,7 +56,7 @@ class PlainSpace(Space):
         memory = cuda.allocate(device, nbytes, stream)
         return memory.address, memory
 
-    def assign(self, dst: DeviceElements, src: DeviceElements) -> None:
+    def assign(self, dst: DeviceArray, src: DeviceArray) -> None:
         """Enqueue a copy of elements on ``dst.effective_stream``."""
         axes = list(zip(dst.shape, dst.strides, src.strides))
         copies = _RowCopies(dst.itemsize, dst.device.max_pitch, dst.effective_stream)
@@ -122,7 +139,7 @@ def _merged(axes: list[Axis]) -> list[Axis]:
     return merged
 
 
-def assign(dst: DeviceElements, src: Any) -> None:
+def assign(dst: DeviceArray, src: Any) -> None:
     """Enqueue ``dst[...] = src``, between the earlier and the later work on both streams."""
     if type(src) is not type(dst):
         raise DeviceError(
@@ -156,14 +173,14 @@ def assign(dst: DeviceElements, src: Any) -> None:
         other.wait_for(stream)
 
 
-def _copy(dst: DeviceElements, src: DeviceElements, stream: Stream) -> None:
+def _copy(dst: DeviceArray, src: DeviceArray, stream: Stream) -> None:
     if dst.flags.c_contiguous and src.flags.c_contiguous:
         stream.copy(dst.address, src.address, dst.nbytes)
     else:
         dst.space.assign(dst, src)
 
 
-def _check_writeable(array: DeviceElements) -> None:
+def _check_writeable(array: DeviceArray) -> None:
     if not array.writeable:
         raise InvalidArgumentError("array: the array is read-only; pass a writeable one.")
 
@@ -171,7 +188,7 @@ def _check_writeable(array: DeviceElements) -> None:
 # -- the host ---------------------------------------------------------------------------------
 
 
-def to_host(array: DeviceElements, out: Array | None) -> Array:
+def to_host(array: DeviceArray, out: Array | None) -> Array:
     """See :meth:`DeviceArray.to_host`."""
     if out is None:
         out = _host_memory(array.shape, array.dtype)
@@ -186,7 +203,7 @@ def to_host(array: DeviceElements, out: Array | None) -> Array:
     return out
 
 
-def fill_from_host(array: DeviceElements, source: Array) -> None:
+def fill_from_host(array: DeviceArray, source: Array) -> None:
     """See :meth:`DeviceArray.fill_from_host`."""
     _check_writeable(array)
     _check_host(array, source)
@@ -199,7 +216,7 @@ def fill_from_host(array: DeviceElements, source: Array) -> None:
             array.effective_stream.synchronize()
 
 
-def _check_host(array: DeviceElements, host: Array) -> None:
+def _check_host(array: DeviceArray, host: Array) -> None:
     if host.shape != array.shape:
         raise ShapeError(f"array: shape {host.shape} on the host, {array.shape} on the GPU.")
     if host.dtype != array.dtype:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from collective.errors import ShapeError
 
 __all__ = [
-    "axes_moved",
     "bounds",
     "broadcast",
     "c_strides",
@@ -167,28 +166,3 @@ def _position(index: Any, axis: int, length: int) -> int:
     if not -length <= position < length:
         raise IndexError(f"array: index {position} is outside axis {axis} of length {length}.")
     return position % length
-
-
-def axes_moved(ndim: int, source: int | Iterable[int], destination: int | Iterable[int]) -> Ints:
-    """Return the order of axes after ``numpy.moveaxis``.
-
-    Raises:
-        ShapeError: there is no such axis, or one is named twice.
-    """
-    sources, destinations = _axes(ndim, source), _axes(ndim, destination)
-    if len(sources) != len(destinations):
-        raise ShapeError(f"moveaxis: {len(sources)} axes to {len(destinations)} places.")
-    order = [axis for axis in range(ndim) if axis not in sources]
-    for position, axis in sorted(zip(destinations, sources)):
-        order.insert(position, axis)
-    return tuple(order)
-
-
-def _axes(ndim: int, axes: int | Iterable[int]) -> list[int]:
-    indices = [axes] if isinstance(axes, int) else [operator.index(axis) for axis in axes]
-    if any(not -ndim <= axis < ndim for axis in indices):
-        raise ShapeError(f"moveaxis: axes {indices} of an array of {ndim} dimensions.")
-    positive = [axis % ndim for axis in indices]
-    if len(set(positive)) != len(positive):
-        raise ShapeError(f"moveaxis: axes {indices} name an axis twice.")
-    return positive

@@ -11,6 +11,7 @@ array API standard, under ``__dlpack__``.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_void_p, py_object
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +25,7 @@ from .dtypes import BY_NAME, DType
 if TYPE_CHECKING:
     from collective.cuda import Stream
 
-    from .device_space import DeviceElements
+    from .device_array import DeviceArray
 
 __all__ = ["CPU", "CUDA", "CUDA_HOST", "CUDA_MANAGED", "Lent", "borrow", "export", "lend", "take"]
 
@@ -135,8 +136,13 @@ class Lent(NamedTuple):
     owner: Any
 
 
-def take(capsule: Any) -> Lent:
+def take(capsule: Any, element: Callable[[Any], DType] | None = None) -> Lent:
     """Take the array out of a capsule, on any device; the capsule is used up then.
+
+    Args:
+        capsule: the capsule.
+        element: function that returns the type for ``code``, ``bits`` and ``lanes`` of a DLTensor,
+            for an adapter that takes types which transports do not support.
 
     Raises:
         InvalidArgumentError: the object is no DLPack capsule, or a used one, or one of a later
@@ -158,7 +164,7 @@ def take(capsule: Any) -> Lent:
             f"dlpack: version {managed.major}.{managed.minor}; {_VERSION[0]} is understood here."
         )
     tensor = managed.tensor
-    dtype = _dtype(tensor)
+    dtype = (element or _dtype)(tensor)
     # A null pointer cannot be sliced, not even to nothing.
     shape = tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
     if tensor.ndim and tensor.strides:
@@ -224,7 +230,7 @@ def _dtype(tensor: _Tensor) -> DType:
 
 
 def export(
-    array: DeviceElements,
+    array: DeviceArray,
     *,
     stream: Any = None,
     max_version: tuple[int, int] | None = None,
@@ -283,12 +289,12 @@ def export(
     )
 
 
-def device_of(array: DeviceElements) -> tuple[int, int]:
+def device_of(array: DeviceArray) -> tuple[int, int]:
     """Return the device of ``array``, as its ``__dlpack_device__`` does."""
     return CUDA, array.device.ordinal
 
 
-def _stream(array: DeviceElements, number: Any) -> Stream:
+def _stream(array: DeviceArray, number: Any) -> Stream:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise InvalidArgumentError(
             f"dlpack: stream {number!r} is not valid; allowed are −1 for no waiting, 1 or None for "

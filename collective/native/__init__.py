@@ -1,23 +1,24 @@
 """The native core: C for the few operations that would cost most time in Python.
 
 The core is an extension module. It is built if there is a C compiler, and the package works without
-it. :func:`status` says whether the core is in use and, if not, why. ``COLLECTIVE_NATIVE=off`` or
-the setting ``native = "off"`` switches it off. Its results have the same bits as those of the
+it. :func:`status` says whether the core is in use and, if not, why. The setting ``disable``, as in
+``COLLECTIVE_DISABLE=native``, switches it off. Its results have the same bits as those of the
 Python code.
 
 The C files lie beside this one:
 
-- ``folds.c`` and ``fold_loops.h`` have the arithmetic of reductions; ``module.c`` is its interface
-  to Python.
-- ``schedules.c`` folds several arrays along the steps of a tree.
+- ``folds.c`` and ``fold_loops.h`` have the arithmetic of reductions; ``folding.c`` is its
+  interface, and folds several arrays along the steps of a tree.
 - ``sums.c`` computes checksums of results.
-- ``shared.c`` and ``staging.c`` have the collectives over shared memory; ``plan_type.c`` is their
-  interface.
+- ``shared.c`` and ``staging.c`` have the collectives over shared memory; ``plan.c`` and
+  ``shared_type.c`` are their interface.
 - ``messages.c`` has the messages between two ranks; ``messages_type.c`` is its interface.
-- ``views.c`` finds the addresses of arrays' elements.
+- ``views.c`` finds the addresses of arrays' elements; ``holding.c`` keeps the elements there.
 - ``record.c`` keeps the records of the flight recorder.
-- ``door.c`` makes plain calls of communicators with no Python code in between.
+- ``method.c``, ``call.c``, ``message.c`` and ``door.c`` make plain calls of communicators with no
+  Python code in between; ``method.h`` says how.
 - ``unlocked.c`` makes calls for libraries in C, without the interpreter lock.
+- ``objects.c`` has what the types of all these files share.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ if TYPE_CHECKING:
 __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange", "Heads",
            "cached_bytes", "chosen", "door", "failure", "fold", "forget", "gate", "handle", "heads",
            "holder", "in_thread", "messages", "method", "ring", "runner", "schedule", "see_frozen",
-           "see_tensors", "shared", "status", "sums", "switch", "turn", "viewer"]  # fmt: skip
+           "see_tensors", "shared", "status", "sums", "switch", "turn"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
-PROTOCOL = 21
+PROTOCOL = 24
 
 #: Bytes of a head, and bytes of it that can hold the elements of a short array.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
@@ -420,18 +421,6 @@ def see_frozen(
         extension.see_frozen(frozen, read, wrap, place)
 
 
-def viewer() -> Callable[[Any], tuple[Any, ...] | None] | None:
-    """Return a function that finds the address of an array's elements; see :meth:`Heads.view`.
-
-    The function is available even if C is switched off, since it computes nothing.
-
-    Returns:
-        None if there is no extension.
-    """
-    extension, _ = _load()
-    return None if extension is None else cast("Heads", extension).view
-
-
 def holder() -> Callable[[Any], list[Any]] | None:
     """Return :func:`collective.memory.holding.hold` in C; None if there is no extension."""
     extension, _ = _load()
@@ -529,7 +518,8 @@ def messages(
             when ``advance()`` returns 0. The result of ``advance()`` is the sum of 1, while a
             message is to be sent, and 2, while a message is to be received.
             ``fetch(rank, address, out, tag)`` fills a buffer from a rank's memory.
-            ``refuse(rank, what)`` raises an error, since a rank has sent damaged data.
+            ``refuse(rank, what, to, source, tag)`` raises an error, since a rank has sent damaged
+            data.
         lines: bytes to the ranks' lines, as in :func:`shared`, which wake the ranks that nap. If
             0, no rank is woken.
 
@@ -544,9 +534,104 @@ def messages(
     return exchange
 
 
+def streams(
+    flag: Any,
+    rank: int,
+    size: int,
+    sockets: list[int],
+    early: list[bytes],
+    idle: float,
+    python: Any,
+) -> Exchange | None:
+    """Return ``exchange``, a function that sends and receives messages over connected sockets.
+
+    The function is that of :func:`messages`.
+
+    Args:
+        flag: a writable buffer of 8 bytes, zero at first; not 0 when the ranks cannot go on.
+        rank, size: this rank, and the number of ranks.
+        sockets: descriptor of the stream socket to each rank, which does not block; that of this
+            rank is ignored. C closes them, by :func:`close_streams` or when the function is freed.
+        early: bytes that have been read from each socket already.
+        idle: seconds without progress after which Python waits instead of C.
+        python: an object with the methods ``wait``, ``refuse`` and ``moved``, as in
+            :func:`messages`; ``ended(rank, what, to, source, tag)``, which raises an error, since
+            the connection to a rank has ended; and ``differ(request, deadline)``, which raises the
+            error of a :func:`replay` whose calls differ. There ``advance(seconds)`` first sleeps
+            for at most that time, until something may move; its result has 4 added if a message has
+            moved in part. In a replay the argument ``tag`` is its request.
+
+    Returns:
+        None if C is not in use.
+    """
+    if chosen.extension is None:
+        return None
+    exchange: Exchange = chosen.extension.make_streams(
+        flag, rank, size, sockets, early, idle, python
+    )
+    return exchange
+
+
+def exchange_both() -> Callable[..., Any]:
+    """Return the function that sends over one transport while it receives over another.
+
+    ``exchange_both(sending, x, to, receiving, out, source, tag, limit, heads)`` sends ``x`` to rank
+    ``to`` with the function ``sending``, and receives ``out`` from rank ``source`` with the
+    function ``receiving``. One of the two is of :func:`messages`, the other one of
+    :func:`streams`. The other arguments and the result are those of either function. C refuses
+    arrays that overlap.
+    """
+    function: Callable[..., Any] = cast("Any", _load()[0]).exchange_both
+    return function
+
+
+def cut_streams(exchange: Exchange, rank: int = -1) -> None:
+    """End the connection to a rank, or all connections: every thread that waits there wakes up."""
+    cast("Any", _load()[0]).cut_streams(exchange, rank)
+
+
+def stream_infos(exchange: Exchange, count: int) -> list[bytes]:
+    """Return the first ``count`` bytes of TCP_INFO of the connection to each rank.
+
+    The bytes of this rank, and of a connection that is closed, are empty.
+    """
+    infos: list[bytes] = cast("Any", _load()[0]).stream_infos(exchange, count)
+    return infos
+
+
+def close_streams(exchange: Exchange, at_once: bool = False) -> None:
+    """Close the sockets of a function of :func:`streams` once no thread uses them, or at once."""
+    cast("Any", _load()[0]).close_streams(exchange, at_once)
+
+
+def replay(exchange: Exchange, schedule: Any, inside: Exchange | None = None) -> Any | None:
+    """Return the plan of a recorded call, from the function of :func:`streams`.
+
+    The plan is a function of two Buffers and a deadline, with a method ``plain`` that takes arrays.
+
+    Args:
+        exchange: function of the rank's messages.
+        schedule: a :class:`collective.algorithms.schedules.Schedule`.
+        inside: function of :func:`messages` for the ranks of this host, if the call has steps on a
+            second level.
+
+    Returns:
+        None if C has no fold that the schedule needs.
+    """
+    # The rank keeps the core that it has connected with, also if it is switched off later.
+    extension, steps = cast("Any", _load()[0]), schedule.wire()
+    if steps is None:
+        return None
+    return extension.make_replay(
+        exchange, schedule.request, schedule.mark, schedule.pieces, schedule.start, schedule.nsrc,
+        schedule.ndst, schedule.scratch, steps, schedule.fold,
+        -1 if schedule.dtype is None else schedule.dtype.code, inside,
+    )  # fmt: skip
+
+
 def heads() -> Heads | None:
     """Return the functions for the heads of arrays; None if C is not in use."""
     return cast("Heads | None", chosen.extension)
 
 
-switch(os.environ.get("COLLECTIVE_NATIVE", "").lower() != "off")
+switch("native" not in os.environ.get("COLLECTIVE_DISABLE", "").replace(" ", "").split(","))

@@ -1,199 +1,66 @@
-/* Messages: a ring of bytes for each ordered pair of ranks.
+/* The engine that matches messages: each receiver gets the messages of a source and a tag in their
+   order. A carrier moves the bytes: rings.c within a host, streams.c between hosts.
 
-   A message is three words (its length, tag and address) and its bytes, padded to a multiple of 8.
-   Each end of the ring counts the bytes that it has passed, and writes no count but its own. The
-   sender announces the bytes that it has written, and overwrites only bytes that the receiver has
-   announced as read. So a message may be longer than the ring: one end writes a part while the
-   other end reads the part before.
-
-   Several threads of a rank may exchange messages. Only one of them at a time sends to a peer, and
-   it keeps the ring until it has sent its whole message. Only one at a time receives from a peer.
-   It reads its own message to the end. It reads a message that no thread has asked for yet only as
-   far as the bytes have arrived, and keeps it for a later receiver. So no message blocks another
-   for longer than its sender takes.
-
-   A ring holds only a small part of a long message. If the sender has no processor, the receiver
-   claims the message: the receiver knows the address of the message and has the kernel copy the
-   rest of it. Then the receiver announces that it has read the whole message, and the sender goes
-   on from there. While a message is claimed, the sender must not return, since its caller could
-   change the array. So the sender announces the whole message and then looks for a claim, while the
-   receiver writes its claim and then looks at the sender's count. These four accesses are
-   sequentially consistent, so at least one of the two ends sees the other. A sender that sees the
-   claim waits until the receiver has read the message. A receiver that sees the whole message
-   announced does not fetch it, but reads it from the ring.
-
-   tests/native/test_ring_model.py tries all interleavings of the two ends. */
+   A message is a prefix and its bytes. Several threads of a rank may exchange messages. Only one of
+   them at a time sends to a peer, and it keeps the end until it has sent its whole message. Only one
+   at a time receives from a peer. It reads its own message to the end. It reads a message that no
+   thread has asked for yet only as far as the bytes have arrived, and keeps it for a later receiver.
+   So no message blocks another for longer than its sender takes. A rank reads what a peer sends only
+   while it waits for something from this peer: meanwhile the carrier stops the sender. */
 
 #include "messages.h"
-#include "sleeping.h"
-
 #include "copying.h"
+#include "sleeping.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* Bytes that an end copies before it announces them. The other end copies them at the same time,
-   from cache to cache. A short message has small chunks, so that the other end begins early and
-   ends soon after this one. A long message has chunks up to CHUNK_BYTES_MOST: there the delay makes
-   no difference. */
-#ifndef CHUNK_BYTES
-#define CHUNK_BYTES ((size_t)8 << 10)
-#endif
-#define CHUNK_BYTES_MOST (8 * CHUNK_BYTES)
 /* No message is as long as this. A greater length is a sign of damage. */
 #define NO_LENGTH ((uint64_t)1 << 47)
 /* Sentinel below every valid tag; begin() in messages_type.c accepts no tag as low. A receiver that
    asks for this tag finds no message, and so takes all messages off the ring and keeps them. */
 #define NO_TAG INT64_MIN
+/* The longest piece in the gathering phase of a call; see collective/algorithms/schedules.py. */
+#define MARKED_BYTES ((size_t)1 << 20)
 /* Bytes of the shortest message that a receiver may fetch. The tests set other sizes. */
 #ifndef CLAIMED_BYTES
 #define CLAIMED_BYTES ((size_t)64 << 10)
 #endif
-/* Words in front of the bytes of a message: its length, tag and address. */
-#define PREFIX 3
+const char NO_MEMORY[] = "no memory", STREAM_ENDED[] = "the connection has ended";
 
-/* A message that has been taken off the ring before a receiver asked for it. */
-struct kept {
-    struct kept *next;
-    int64_t tag;
-    size_t nbytes;
-    char bytes[];
-};
-
-const char NO_MEMORY[] = "no memory";
-
-static size_t smaller(size_t a, size_t b)
+/* Takes an end for an exchange; returns whether the end was free. */
+int end_take(struct end *e)
 {
-    return a < b ? a : b;
+    return !__atomic_exchange_n(&e->taken, 1, __ATOMIC_ACQUIRE);
 }
 
-/* Returns how many of the bytes that are left are copied before the next announcement: whole cache
-   lines. */
-static size_t chunk_of(size_t left)
+/* Releases an end, and announces the bytes that it has passed. */
+void end_leave(const struct messages *m, struct end *e)
 {
-    size_t share = left / 256 / 64 * 64;
-    return share < CHUNK_BYTES ? CHUNK_BYTES : smaller(share, CHUNK_BYTES_MOST);
+    m->carrier->announce(e);
+    __atomic_store_n(&e->keeps, e->kept != NULL, __ATOMIC_RELAXED);
+    __atomic_store_n(&e->taken, 0, __ATOMIC_RELEASE);
 }
 
-static void announce(uint64_t *word, uint64_t value)
-{
-    __atomic_store_n(word, value, __ATOMIC_RELEASE);
-}
-
-/* Takes a ring for an exchange; returns whether the ring was free. */
-static int take(struct ring *r)
-{
-    return !__atomic_exchange_n(&r->taken, 1, __ATOMIC_ACQUIRE);
-}
-
-/* Releases a ring, and announces the bytes that this end has passed. */
-static void let_go(struct ring *r)
-{
-    announce(r->mine, r->position);
-    __atomic_store_n(&r->keeps, r->kept != NULL, __ATOMIC_RELAXED);
-    __atomic_store_n(&r->taken, 0, __ATOMIC_RELEASE);
-}
-
-/* Returns how many bytes this end may advance. A receiver passes ahead = 0 and may advance to the
-   sender's count. A sender may be ahead of the receiver's count by up to a whole ring. The count of
-   the other end is loaded again only if the last known one allows fewer bytes than enough. */
-static size_t ready(struct exchange *x, struct ring *r, size_t ahead, int64_t enough)
-{
-    int64_t count = (int64_t)(r->seen + ahead - r->position);
-    if (count < enough) {
-        r->seen = __atomic_load_n(r->theirs, __ATOMIC_ACQUIRE);
-        count = (int64_t)(r->seen + ahead - r->position);
-        /* Messages end at whole words, and only whole words are announced. */
-        if (r->seen % 8) {
-            x->damage = "a count of bytes that is no multiple of 8";
-            return 0;
-        }
-    }
-    /* The count may be negative, as at a receiver that has fetched a message and so has passed the
-       sender. */
-    if (count <= (int64_t)x->messages->capacity)
-        return count > 0 ? (size_t)count : 0;
-    /* At a sender it exceeds the capacity if the receiver has fetched this message. */
-    if (ahead && x->claimable && r->seen == x->stop)
-        return 0;
-    x->damage = "more bytes in a ring than its capacity";
-    return 0;
-}
-
-/* Returns whether the receiver has claimed the message that is being sent. Ends the sending if the
-   receiver has the whole message. */
-static int claimed(struct exchange *x, struct ring *r)
-{
-    if (!x->claimable || __atomic_load_n(r->claim, __ATOMIC_SEQ_CST) != x->stop)
-        return 0;
-    r->seen = __atomic_load_n(r->theirs, __ATOMIC_ACQUIRE);
-    if (r->seen == x->stop) {
-        r->position = x->stop;
-        x->at = x->count;
-        x->moved++;
-    }
-    return 1;
-}
-
-/* Sends as many bytes as the ring has room for. */
 static void send_step(struct exchange *x)
 {
-    struct ring *r = &x->messages->out[x->to];
-    size_t capacity = x->messages->capacity, room;
+    struct end *e = &x->messages->out[x->to];
     if (!x->holds) {
-        if (!(x->holds = take(r)))
-            return;
-        x->stop += r->position;
-    }
-    /* Only whole words are announced, since the receiver rounds its count up to whole words. */
-    uint64_t announced = r->position;
-    while (x->at < x->count && !claimed(x, r) && (room = ready(x, r, x->ahead, 1)) > 0) {
-        struct piece *p = &x->pieces[x->at];
-        size_t chunk = chunk_of(p->nbytes), count = smaller(smaller(p->nbytes, room), chunk);
-        size_t at = r->position % capacity, first = smaller(count, capacity - at);
-        if (p->bytes != NULL) {
-            copy(r->data + at, p->bytes, first);
-            copy(r->data, p->bytes + first, count - first);
-            p->bytes += count;
+        if (!x->queued && __atomic_load_n(&e->queue, __ATOMIC_RELAXED) != NULL) {
+            /* What was posted before goes first. */
+            post_flush(x->messages, x->to);
+            if (__atomic_load_n(&e->queue, __ATOMIC_RELAXED) != NULL)
+                return;
         }
-        r->position += count;
-        x->moved += count;
-        if ((p->nbytes -= count) == 0)
-            x->at++;
-        if (r->position - announced >= chunk)
-            announce(r->mine, announced = r->position & ~UINT64_C(7));
+        if (!(x->holds = end_take(e)))
+            return;
+        x->stop += e->position;
     }
-    /* A sender that waits for room stores nothing here. Otherwise the cache line of this word would
-       keep moving to the receiver and back. At the end of the message the store comes before the
-       look for a claim, and both are sequentially consistent: see the top of this file. */
-    if (x->at == x->count)
-        __atomic_store_n(r->mine, r->position, x->claimable ? __ATOMIC_SEQ_CST : __ATOMIC_RELEASE);
-    else if (r->position != announced)
-        announce(r->mine, r->position & ~UINT64_C(7));
-    x->from = x->damage ? x->to : x->from;
-    if (x->at == x->count && (!claimed(x, r) || r->seen == x->stop)) {
+    if (x->messages->carrier->send(x, e)) {
         x->pending &= ~SENDING;
-        let_go(r);
+        end_leave(x->messages, e);
     }
-}
-
-/* Reads the available bytes of a message of nbytes, of which *done have been read; returns whether
-   the message is complete. */
-static int read_bytes(struct exchange *x, struct ring *r, char *to, size_t nbytes, size_t *done)
-{
-    size_t capacity = x->messages->capacity, there;
-    int around = beyond_caches(2 * nbytes, 0); /* the sender's array and the receiver's */
-    while (*done < nbytes && (there = ready(x, r, 0, 1)) > 0) {
-        size_t left = nbytes - *done, count = smaller(smaller(left, there), chunk_of(left));
-        size_t at = r->position % capacity, first = smaller(count, capacity - at);
-        copy_to_result(to + *done, (char *)r->data + at, first, around);
-        copy_to_result(to + *done + first, (char *)r->data, count - first, around);
-        *done += count;
-        x->moved += count;
-        r->position += (count + 7) / 8 * 8;
-        announce(r->mine, r->position);
-    }
-    return *done == nbytes;
+    x->from = x->damage ? x->to : x->from;
 }
 
 /* Whether a head describes an array that this receiver can take. If not, sets misfit, and the head
@@ -204,86 +71,126 @@ static int fits(struct exchange *x, const char *head)
     return !x->misfit;
 }
 
-static void keep(struct ring *r, struct kept *message)
+void kept_add(struct end *e, struct kept *message)
 {
-    *(r->kept != NULL ? &r->last->next : &r->kept) = message;
-    r->last = message;
+    message->next = NULL;
+    *(e->kept != NULL ? &e->last->next : &e->kept) = message;
+    e->last = message;
 }
 
-static struct kept *new_kept(struct exchange *x, int64_t tag, size_t nbytes)
+struct kept *kept_new(int64_t tag, int64_t mark, size_t nbytes, struct posted *owner)
 {
-    struct kept *message = malloc(sizeof *message + nbytes);
-    if (message == NULL) {
-        x->damage = NO_MEMORY;
-        return NULL;
-    }
-    *message = (struct kept){NULL, tag, nbytes};
+    int directly = owner != NULL && owner->bytes != NULL && nbytes <= owner->room;
+    struct kept *message = malloc(sizeof *message + (directly ? 0 : nbytes));
+    if (message != NULL)
+        *message = (struct kept){NULL, tag, mark, nbytes, owner,
+                                 directly ? owner->bytes : (char *)(message + 1)};
     return message;
 }
 
-/* Looks for the next message from a rank with a tag, and keeps the messages that come before it.
-   Sets misfit if such a message was kept and its head does not fit. Otherwise sets matched if there
-   is such a message. Then either the message is in found, or its bytes are next in the ring and the
-   exchange owns the ring until it has read them.
+/* Whether the message that has been found is of another call. Such a message has another length, and is
+   dropped. */
+static int is_foreign(struct exchange *x, int64_t mark)
+{
+    return x->differs = x->mark != 0 && mark != x->mark;
+}
 
-   The ring is not taken if it holds nothing new and no message is kept. This check runs without
+/* Takes the kept message at *at out of the list of an end. */
+struct kept *kept_unlink(struct end *e, struct kept **at, struct kept *before)
+{
+    struct kept *found = *at;
+    *at = found->next;
+    e->last = e->last == found ? before : e->last;
+    return found;
+}
+
+/* Reads the prefix that is next, and begins to keep its message if it has another tag. */
+static void read_prefix(struct exchange *x, struct end *e, int64_t tag, size_t *length)
+{
+    const struct carrier *carrier = x->messages->carrier;
+    int64_t words[PREFIX];
+    size_t read = 0;
+    carrier->read(x, e, (char *)words, sizeof words, &read);
+    *length = (size_t)words[0];
+    x->address = carrier == &rings ? (const char *)(intptr_t)words[2] : NULL;
+    x->end = e->position + (*length + 7) / 8 * 8;
+    struct posted *owner = NULL;
+    if (*length >= NO_LENGTH) {
+        x->damage = "a message of an impossible length";
+    } else if ((owner = post_match(x->messages, x->from, words[1])) == NULL && words[1] == tag
+               && !is_foreign(x, words[2])) {
+        x->matched = 1;
+    } else if (x->differs && *length > MARKED_BYTES) {
+        x->damage = "a call with a piece of an impossible length";
+    } else if ((e->unfinished = kept_new(words[1], words[2], *length, owner)) != NULL) {
+        x->differs = 0; /* once it is there, it is found among the kept messages, and dropped */
+        e->done = 0;
+    } else {
+        x->damage = NO_MEMORY;
+        if (owner != NULL)
+            post_end(x->messages, owner, NO_MEMORY);
+    }
+}
+
+/* Looks for the next message from a rank with a tag, and keeps the messages that come before it.
+   Sets misfit if such a message was kept and its head does not fit, and differs if it had another mark
+   than expected. Otherwise sets matched if there is such a message. Then either the message is in
+   found, or its bytes are next and the exchange owns the end until it has read them.
+
+   The end is not taken if there is nothing new and no message is kept. This check runs without
    ownership, so it may be out of date: a caller that misses a message finds it at its next step. */
 static void match(struct exchange *x, int rank, int64_t tag)
 {
-    struct ring *r = &x->messages->in[rank];
+    struct end *e = &x->messages->in[rank];
+    const struct carrier *carrier = x->messages->carrier;
     size_t wanted = x->fitting != NULL ? HEAD_BYTES : x->nbytes, length = 0;
-    if ((__atomic_load_n(r->theirs, __ATOMIC_ACQUIRE) == __atomic_load_n(r->mine, __ATOMIC_RELAXED)
-         && !__atomic_load_n(&r->keeps, __ATOMIC_RELAXED)) || !take(r))
+    if ((!carrier->may_have(e) && !__atomic_load_n(&e->keeps, __ATOMIC_RELAXED)) || !end_take(e))
         return;
     x->from = rank;
-    while (!x->matched && !x->damage) {
-        if (r->unfinished != NULL) {
-            if (!read_bytes(x, r, r->unfinished->bytes, r->unfinished->nbytes, &r->done))
+    post_deliver(x->messages, rank);
+    while (!x->matched && !x->differs && !x->damage) {
+        struct kept *complete = e->unfinished;
+        if (complete != NULL) {
+            if (!carrier->read(x, e, complete->bytes, complete->nbytes, &e->done))
                 break;
-            keep(r, r->unfinished);
-            r->unfinished = NULL;
+            e->unfinished = NULL;
+            post_keep(x->messages, rank, complete);
         }
-        struct kept **at = &r->kept, *before = NULL;
+        struct kept **at = &e->kept, *before = NULL;
         for (; *at != NULL && (*at)->tag != tag; at = &before->next)
             before = *at;
-        int64_t words[PREFIX];
         if (*at != NULL) {
             length = (*at)->nbytes;
+            if (is_foreign(x, (*at)->mark)) {
+                free(kept_unlink(e, at, before));
+                break;
+            }
             if (length == wanted) {
                 if (!fits(x, (*at)->bytes))
                     break;
-                x->found = *at;
-                *at = x->found->next;
-                r->last = r->last == x->found ? before : r->last;
+                x->found = kept_unlink(e, at, before);
             }
             x->matched = 1;
-        } else if (ready(x, r, 0, sizeof words) < sizeof words) {
+        } else if (x->draining == FOR_POSTED && !post_wants(x->messages, rank)) {
+            break;
+        } else if (!carrier->has(x, e, 8 * PREFIX)) {
+            x->ended = e->stream.over;
             break;
         } else {
-            size_t read = 0;
-            read_bytes(x, r, (char *)words, sizeof words, &read);
-            length = (size_t)words[0];
-            x->address = (const char *)(intptr_t)words[2];
-            x->end = r->position + (length + 7) / 8 * 8;
-            if (length >= NO_LENGTH)
-                x->damage = "a message of an impossible length";
-            else if (words[1] == tag)
-                x->matched = 1;
-            else if ((r->unfinished = new_kept(x, words[1], length)) != NULL)
-                r->done = 0;
+            read_prefix(x, e, tag, &length);
         }
     }
     if (x->matched && length != wanted)
         x->damage = "a message of another length than the receiver expects";
     if (!x->matched || x->found != NULL)
-        let_go(r);
+        end_leave(x->messages, e);
 }
 
 /* Reads more of the matched message; returns whether the message is complete. A head that does not
    fit is put back in front of the kept messages. */
 static int receive_matched(struct exchange *x)
 {
-    struct ring *r = &x->messages->in[x->from];
+    struct end *e = &x->messages->in[x->from];
     char *to = x->fitting != NULL ? x->head : x->bytes;
     size_t nbytes = x->fitting != NULL ? HEAD_BYTES : x->nbytes;
     if (x->found != NULL) {
@@ -291,16 +198,18 @@ static int receive_matched(struct exchange *x)
         free(x->found);
         x->found = NULL;
     } else {
-        if (!read_bytes(x, r, to, nbytes, &x->done))
+        if (!x->messages->carrier->read(x, e, to, nbytes, &x->done))
             return 0;
         struct kept *left;
-        if (!fits(x, to) && (left = new_kept(x, x->tag, nbytes)) != NULL) {
+        if (!fits(x, to) && (left = kept_new(x->tag, 0, nbytes, NULL)) == NULL)
+            x->damage = NO_MEMORY;
+        else if (x->misfit) {
             memcpy(left->bytes, to, nbytes);
-            left->next = r->kept;
-            r->last = r->kept != NULL ? r->last : left;
-            r->kept = left;
+            left->next = e->kept;
+            e->last = e->kept != NULL ? e->last : left;
+            e->kept = left;
         }
-        let_go(r);
+        end_leave(x->messages, e);
     }
     x->matched = 0;
     return 1;
@@ -314,7 +223,7 @@ static void search(struct exchange *x)
 {
     int *served = &x->messages->served[(uint64_t)x->tag % TURNS], number = x->last - x->first + 1;
     int start = number > 1 ? __atomic_load_n(served, __ATOMIC_RELAXED) + 1 : 0;
-    for (int i = 0; i < number && !x->matched && !x->misfit && !x->damage; i++) {
+    for (int i = 0; i < number && !x->matched && !x->misfit && !x->differs && !x->damage; i++) {
         int rank = x->first + (start + i) % number;
         if (rank != x->messages->rank)
             match(x, rank, x->tag);
@@ -328,12 +237,14 @@ static void receive_step(struct exchange *x)
     while (x->pending & RECEIVING && !x->damage) {
         if (!x->matched)
             search(x);
-        if (x->damage || (!x->misfit && (!x->matched || !receive_matched(x))))
+        if (x->damage
+            || (!x->misfit && !x->differs && (!x->matched || !receive_matched(x))))
             return;
         x->moved++;
         if (x->fitting != NULL && !x->misfit && x->nbytes > HEAD_ROOM) {
             /* The elements follow as a second message from the same rank. */
             x->fitting = NULL;
+            x->tag += PAYLOAD_TAG;
             x->done = 0;
             x->first = x->last = x->from;
             continue;
@@ -342,23 +253,6 @@ static void receive_step(struct exchange *x)
             memcpy(x->bytes, x->head + HEAD_BYTES - HEAD_ROOM, x->nbytes);
         x->pending &= ~RECEIVING;
     }
-}
-
-size_t exchange_claim(struct exchange *x)
-{
-    if (!(x->pending & RECEIVING) || !x->matched || x->found != NULL || x->address == NULL
-        || x->fitting != NULL || x->damage)
-        return 0;
-    struct ring *r = &x->messages->in[x->from];
-    __atomic_store_n(r->claim, x->end, __ATOMIC_SEQ_CST);
-    r->seen = __atomic_load_n(r->theirs, __ATOMIC_SEQ_CST);
-    return (int64_t)(r->seen - x->end) >= 0 ? 0 : x->nbytes - x->done;
-}
-
-void exchange_fetched(struct exchange *x)
-{
-    x->done = x->nbytes;
-    x->messages->in[x->from].position = x->end;
 }
 
 /* Wakes the peers of an exchange in which bytes have moved, if the peers nap. */
@@ -371,6 +265,20 @@ static void wake_peers(const struct exchange *x, int pending)
         wake((uint32_t *)(m->asleep + (size_t)x->to * m->apart));
     if (x->from >= 0)
         wake((uint32_t *)(m->asleep + (size_t)x->from * m->apart));
+}
+
+int messages_drain(struct messages *m, int rank, int draining)
+{
+    struct exchange x;
+    exchange_begin(&x, m);
+    x.draining = draining;
+    x.last = 1; /* unlike first: the end of a stream is no error here, but in the middle of a message */
+    match(&x, rank, NO_TAG);
+    if (x.moved)
+        wake_peers(&x, 0);
+    if (x.damage || x.ended)
+        post_fail(m, rank, x.damage ? x.damage : STREAM_ENDED);
+    return x.moved != 0;
 }
 
 int exchange_step(struct exchange *x)
@@ -426,12 +334,12 @@ void exchange_send(struct exchange *x, int to, int64_t tag, const void *bytes, s
             /* The receiver fetches such a message at once; see go_on() in messages_type.c. */
             x->ahead = smaller(x->ahead, CLAIMED_BYTES);
         w[0] = (int64_t)nbytes;
-        w[1] = tag;
+        w[1] = tag + (words != NULL ? PAYLOAD_TAG : 0);
         w[2] = x->claimable ? (int64_t)(intptr_t)bytes : 0;
         add(x, w, 8 * PREFIX);
     }
     add(x, bytes, nbytes);
-    add(x, NULL, inlined ? HEAD_ROOM - nbytes : -nbytes % 8);
+    add(x, NULL, inlined ? HEAD_ROOM - nbytes : -nbytes % x->messages->carrier->unit);
     for (int i = 0; i < x->count; i++)
         x->stop += x->pieces[i].nbytes;
 }
@@ -448,6 +356,12 @@ void exchange_recv(struct exchange *x, int first, int last, int64_t tag, void *b
     x->fitting = words;
 }
 
+void exchange_mark(struct exchange *x, int64_t sent, int64_t received)
+{
+    x->words[2] = sent;
+    x->mark = received;
+}
+
 void exchange_drain(struct exchange *x, int source)
 {
     x->first = x->last = source;
@@ -457,11 +371,11 @@ void exchange_drain(struct exchange *x, int source)
 void messages_clear(struct messages *messages)
 {
     for (int rank = 0; rank < messages->size; rank++) {
-        struct ring *r = &messages->in[rank];
-        for (struct kept *each = r->kept, *next; each != NULL; each = next) {
+        struct end *e = &messages->in[rank];
+        free(e->unfinished);
+        for (struct kept *each = e->kept, *next; each != NULL; each = next) {
             next = each->next;
             free(each);
         }
-        free(r->unfinished);
     }
 }

@@ -1,48 +1,115 @@
-/* Messages between two of the ranks of one host; see messages.c. */
+/* Messages between two ranks: the engine that matches them; see messages.c. */
 #ifndef COLLECTIVE_MESSAGES_H
 #define COLLECTIVE_MESSAGES_H
 
 #include "core.h"
 
 /* The head of a user's array: numbers that describe the array, and room for the elements of a short
-   array. The same numbers as WORDS in collective/communicator/calls/contents.py and HEAD_BYTES in
-   collective/communicator/heads.py. */
+   array. The same numbers as WORDS and HEAD_BYTES in collective/communicator/calls/heads.py. */
 enum { HEAD_WORDS = 16, HEAD_ROOM = 896, HEAD_BYTES = 8 * HEAD_WORDS + HEAD_ROOM };
+
+/* Words in front of the bytes of a message: its length, its tag, and a word of the carrier: the
+   address of the bytes in the sender's memory (rings), or the mark of a call (streams). */
+enum { PREFIX = 3 };
 
 /* Number of tags, modulo this number, whose last sources are remembered for receives from any. */
 enum { TURNS = 64 };
 
-struct kept;
+struct exchange;
+struct posted;
 
-/* One end of a ring. The exchange that has taken the ring owns all fields but the shared words. */
+/* A message that has been read before a receiver asked for it, or that is being read for one that has
+   posted its receive. */
+struct kept {
+    struct kept *next;
+    int64_t tag, mark;
+    size_t nbytes;
+    struct posted *owner; /* the receive that the message is for, or NULL */
+    char *bytes;          /* behind the struct; or the owner's memory */
+};
+
+/* What carries the bytes to a peer or from it. rings.c: a ring of bytes in shared memory. */
 struct ring {
     uint64_t *mine, *theirs; /* shared: the bytes that this end and the other end have passed */
     uint64_t *claim;         /* shared: the end of the message that the receiver fetches itself */
-    uint64_t position, seen; /* mine, with the bytes not announced yet; theirs, as last loaded */
+    uint64_t seen;           /* theirs, as last loaded */
     unsigned char *data;
-    int taken, keeps;               /* whether an exchange owns it; whether it has kept messages */
-    struct kept *kept, *last;       /* messages that no receiver has asked for yet, in order */
-    struct kept *unfinished;        /* such a message, of which a part has not arrived yet */
-    size_t done;                    /* bytes of unfinished that have been read */
 };
+
+/* Bytes that are read ahead of a stream, and so the longest message that is copied twice. */
+enum { STREAM_AHEAD = 16 << 10 };
+
+/* streams.c: a connected socket, which both directions share. */
+struct stream {
+    int fd, over;      /* over: whether the peer has closed its end */
+    char *ahead;       /* bytes that were read before anybody asked for them */
+    size_t begin, end; /* of these bytes */
+};
+
+/* One direction between this rank and a peer. The exchange that has taken it owns all fields but the
+   shared words. */
+struct end {
+    int taken, keeps;        /* whether an exchange owns it; whether it has kept messages */
+    struct kept *kept, *last; /* messages that no receiver has asked for yet, in order */
+    struct kept *unfinished; /* such a message, of which a part has not arrived yet */
+    int wanted;              /* number of receives in flight that name this rank or have matched it */
+    uint64_t scanned;        /* number of the last posted receive that has looked at those kept */
+    struct outgoing *queue, *queue_last; /* posted sends that have not left yet, in order */
+    int flushing;            /* whether a thread has taken the queue */
+    size_t done;             /* bytes of unfinished that have been read */
+    uint64_t position;       /* bytes passed, also those of a ring that are not announced yet */
+    struct ring ring;
+    struct stream stream;
+};
+
+/* How bytes move. No function waits. Those that read return what they could do at once. */
+struct carrier {
+    size_t unit; /* messages are padded to a multiple of this many bytes */
+    /* Whether there may be something new to read. Runs without ownership of the end. */
+    int (*may_have)(const struct end *);
+    /* Whether the next nbytes, at most a prefix, are there. */
+    int (*has)(struct exchange *, struct end *, size_t nbytes);
+    /* Reads bytes of a message of nbytes, of which *done have been read; returns whether the message
+       is complete. */
+    int (*read)(struct exchange *, struct end *, char *to, size_t nbytes, size_t *done);
+    /* Sends bytes of the exchange's pieces; returns whether all are sent. */
+    int (*send)(struct exchange *, struct end *);
+    /* Tells the other end what this end has passed, before the end is let go. */
+    void (*announce)(struct end *);
+};
+
+extern const struct carrier rings, streams;
 
 struct messages {
     int rank, size;
+    const struct carrier *carrier;
+    struct end *in, *out;  /* by peer */
+    int served[TURNS];     /* by tag: the rank from which a receive from any has received last */
+    int callers;           /* streams: number of threads that wait for messages */
+    int lock;              /* of the next three lines */
+    struct posted *posted, *last, *finished; /* receives that wait, in order; operations that are over */
+    uint64_t posts;        /* number of receives that have been posted */
+    int wild;              /* number of receives that wait and name no rank */
+    int queued, turn;      /* number of sends in the queues; rank at which the next look begins */
+    size_t copied;         /* bytes of the copies in the queues */
+    /* Rings: */
     size_t capacity; /* of a ring, a multiple of 8 */
     size_t streamed; /* bytes above which the receiver fetches a message at once */
-    struct ring *in, *out; /* by peer */
     uint32_t *sleepers;    /* number of ranks that nap, or NULL if ranks never nap */
     uint64_t *asleep;      /* the word of rank 0 that says whether the rank naps */
     size_t apart;          /* words from there to the same word of the next rank */
-    int served[TURNS];     /* by tag: the rank from which a receive from any has received last */
 };
 
 struct piece {
-    const char *bytes; /* NULL for padding, whose bytes are not written */
+    const char *bytes; /* NULL for padding, whose bytes have no meaning */
     size_t nbytes;
 };
 
-enum { SENDING = 1, RECEIVING = 2 };
+/* What a second message with the elements of a long array adds to its tag: no receive of a head takes
+   it. Users' tags are smaller. */
+#define PAYLOAD_TAG (INT64_C(1) << 31)
+
+enum { SENDING = 1, RECEIVING = 2, PARTIAL = 4 };
 
 /* One message to send, one to receive, or both. The owner calls exchange_step until nothing is
    pending. A step never waits and needs no interpreter lock. The struct must stay where it is. */
@@ -53,12 +120,14 @@ struct exchange {
     const char *damage; /* a text about wrong data from the rank `from`, or NO_MEMORY, or NULL */
     int from;           /* the rank of the message that is received; -1 if none is known */
 
-    int to, holds, at, count; /* holds: whether it has taken the ring; at: the current piece */
+    int queued;         /* whether it is in a queue of posted sends */
+
+    int to, holds, at, count; /* holds: whether it has taken the end; at: the current piece */
     struct piece pieces[5];
-    int64_t words[6 + HEAD_WORDS];
+    int64_t words[2 * PREFIX + HEAD_WORDS];
     int claimable;  /* whether the receiver may fetch the message from this rank's memory */
     size_t ahead;   /* bytes by which the sender may be ahead of the receiver */
-    uint64_t stop;  /* position at which the sent message ends in the ring */
+    uint64_t stop;  /* position at which the sent message ends */
 
     int first, last, matched; /* the ranks that it receives from; whether it has found a message */
     int64_t tag;
@@ -66,14 +135,18 @@ struct exchange {
     size_t nbytes, done;
     const int64_t *fitting; /* the numbers with which the head must begin; NULL without a head */
     int misfit;             /* whether the head was another, and is left for another receiver */
-    int draining;           /* whether it receives nothing, and keeps the messages of rank `first` */
+    int draining;           /* whether it receives nothing, and keeps the messages of rank `first`; FOR_POSTED:
+                               as long as a posted receive wants one */
+    int ended;              /* whether the rank that it has looked at sends nothing any more */
     struct kept *found;     /* the message, if it had been kept */
     const char *address;    /* of the message in the sender's memory, or NULL */
-    uint64_t end;           /* position at which the received message ends in the ring */
+    uint64_t end;           /* position at which the received message ends */
+    int64_t mark;           /* the mark that the received message must have; 0 for any */
+    int differs;            /* whether it had another, and has been dropped */
     char head[HEAD_BYTES];
 };
 
-extern const char NO_MEMORY[];
+extern const char NO_MEMORY[], STREAM_ENDED[];
 
 /* Make an exchange send to a rank, or receive from one of the ranks first to last. With words
    (HEAD_WORDS of them) a user's array travels: first its head, which contains the elements of a
@@ -84,7 +157,9 @@ void exchange_send(struct exchange *x, int to, int64_t tag, const void *bytes, s
                    const int64_t *words, int claimable);
 void exchange_recv(struct exchange *x, int first, int last, int64_t tag, void *bytes,
                    size_t nbytes, const int64_t *words);
-/* Makes an exchange drain the ring from a source while it sends: the messages are kept for other
+/* Marks the message that is sent, and says which mark the received one must have (streams). */
+void exchange_mark(struct exchange *x, int64_t sent, int64_t received);
+/* Makes an exchange drain what a source sends while it sends: the messages are kept for other
    receivers, so that the source can go on. */
 void exchange_drain(struct exchange *x, int source);
 
@@ -98,7 +173,93 @@ int exchange_step(struct exchange *x);
 size_t exchange_claim(struct exchange *x);
 void exchange_fetched(struct exchange *x);
 
+/* Sleeps until the sockets of an exchange over streams have something for it, or for the posted
+   operations, for the given seconds at most. */
+void exchange_sleep(struct exchange *x, double seconds);
+
+/* -- posted.c: operations that are in flight while the caller does other things ------------------ */
+
+/* Bytes of a message that its sender may copy, so that the send is over at once; and bytes of all
+   copies. When they are in use, a send lasts until the message has left. */
+enum { EAGER_BYTES = 64 << 10, COPIED_BYTES = 64 << 20 };
+
+enum state { PENDING, MATCHED, OVER, CANCELLED, FAILED_STATE };
+enum { FOR_POSTED = 2 };
+
+/* A send or a receive in flight. It must stay where it is until it is among the finished ones. */
+struct posted {
+    struct posted *next;
+    int state;             /* PENDING and MATCHED: in flight */
+    int source, to;        /* source: -1 for any, then the sender */
+    int64_t tag, mask;     /* a message matches if the bits of its tag in the mask are those of tag */
+    char *bytes;           /* NULL: the message stays where it has been kept */
+    size_t room, nbytes;   /* bytes of the memory; of the message, once it is there */
+    uint64_t number;
+    struct kept *message;
+    const char *damage;
+};
+
+/* A posted send that has not left yet. */
+struct outgoing {
+    struct outgoing *next;
+    struct posted *posted; /* NULL if the bytes are a copy */
+    char *copy;
+    size_t copied;
+    struct exchange exchange;
+};
+
+/* Posts a receive, or a send with the arguments of exchange_send. Each is over when it is among the
+   finished ones, perhaps at once. Returns -1 if there is no memory, and then nothing is posted. */
+void post_receive(struct messages *m, struct posted *p);
+int post_send(struct messages *m, struct posted *p, const void *bytes, size_t nbytes,
+              const int64_t *words, int claimable);
+
+/* Withdraws a receive; returns whether no message has been found for it. */
+int post_cancel(struct messages *m, struct posted *p);
+
+/* Looks for a message that no receive has got, and sets source, tag and nbytes of p. With take p owns the
+   message from now on, and is over. Returns whether there is one. */
+int post_find(struct messages *m, struct posted *p, int take);
+
+/* Does all that is possible for the posted operations; returns whether bytes have moved. */
+int messages_progress(struct messages *m);
+
+/* Returns the list of the operations that have ended since the last call. */
+struct posted *messages_finished(struct messages *m);
+
+/* Ends all operations. */
+void post_close(struct messages *m);
+
+/* Ends all operations that wait for a rank, because of damage; for any rank if rank is -1. */
+void post_fail(struct messages *m, int rank, const char *damage);
+
+/* For messages.c, which owns the end of the rank. post_deliver gives kept messages to receives that
+   were posted since; post_match takes the receive for the message whose tag has come, or returns NULL;
+   post_keep gives a complete message to its receive, or keeps it. */
+void post_deliver(struct messages *m, int rank);
+struct posted *post_match(struct messages *m, int rank, int64_t tag);
+void post_keep(struct messages *m, int rank, struct kept *message);
+/* Ends an operation. */
+void post_end(struct messages *m, struct posted *p, const char *damage);
+/* Whether a receive waits for a message from a rank; sends what can be sent to one. */
+int post_wants(struct messages *m, int rank);
+int post_flush(struct messages *m, int to);
+
+/* For posted.c. Takes an end, if it is free; leaves it. Makes a kept message, or returns NULL; appends
+   it to those of an end; takes the one at *at out of them. Reads what a rank has sent. */
+int end_take(struct end *e);
+void end_leave(const struct messages *m, struct end *e);
+struct kept *kept_new(int64_t tag, int64_t mark, size_t nbytes, struct posted *owner);
+void kept_add(struct end *e, struct kept *message);
+struct kept *kept_unlink(struct end *e, struct kept **at, struct kept *before);
+int messages_drain(struct messages *m, int rank, int draining);
+
 /* Frees the messages that have been kept. */
 void messages_clear(struct messages *messages);
+
+static inline size_t smaller(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
 
 #endif

@@ -1,4 +1,4 @@
-/* The module collective.native._core: its functions for folds and naps, and its initialisation. */
+/* The module collective.native._core: its functions for naps and checksums, and its initialisation. */
 
 #include "python.h"
 #include "copying.h"
@@ -7,191 +7,6 @@
 
 #include <string.h>
 
-static const char *const op_names[OPS] = {
-    "sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"};
-
-/* For each type, the buffer protocol's letters for its elements. bfloat16 is stored as uint16. */
-static const char *const formats[DTYPES] = {
-    "?", "b", "h", "i", "lq", "B", "H", "I", "LQ", "e", "f", "d", "F", "D", "H"};
-
-/* A fold in C. The Python function for it has as self a pair: the reference function in Python, for
-   arguments that are not plain, and the bytes of this struct. */
-struct fold {
-    fold_function *function;
-    enum dtype dtype;
-};
-
-int is_plain(const Py_buffer *view, enum dtype dtype)
-{
-    const char *format = view->format ? view->format : "B";
-    if (*format == 'Z')
-        format = format[1] == 'f' ? "F" : format[1] == 'd' ? "D" : "";
-    return format[0] != 0 && format[1] == 0 && strchr(formats[dtype], format[0]) != NULL
-           && (uintptr_t)view->buf % (item_bytes[dtype] > 8 ? 8 : item_bytes[dtype]) == 0;
-}
-
-/* Whether two buffers are the same memory, or do not overlap at all. */
-static int is_apart(const Py_buffer *one, const Py_buffer *other)
-{
-    const char *a = one->buf, *b = other->buf;
-    return (a == b && one->len == other->len) || a + one->len <= b || b + other->len <= a;
-}
-
-fold_function *fold_of(const char *op, int dtype, int level)
-{
-    for (int i = 0; i < OPS; i++)
-        if (strcmp(op_names[i], op) == 0)
-            return dtype >= 0 && dtype < DTYPES ? find_fold(level, i, dtype) : NULL;
-    return NULL;
-}
-
-/* Folds plain arrays. Returns 0 for any other arguments, before it has touched them. */
-static int fold_plain(const struct fold *fold, PyObject *const *arrays)
-{
-    Py_buffer views[3];
-    int taken = 0, plain = 1;
-    while (taken < 3 && plain) {
-        int flags = PyBUF_ND | PyBUF_FORMAT | (taken == 2 ? PyBUF_WRITABLE : 0);
-        if (PyObject_GetBuffer(arrays[taken], &views[taken], flags) < 0) {
-            PyErr_Clear();
-            plain = 0;
-        } else {
-            plain = is_plain(&views[taken], fold->dtype) && views[taken].len == views[0].len;
-            taken++;
-        }
-    }
-    const Py_buffer *out = &views[2];
-    plain = plain && is_apart(&views[0], out) && is_apart(&views[1], out);
-    if (plain) {
-        size_t count = (size_t)out->len / item_bytes[fold->dtype];
-        if (out->len < LONG_FOLD_BYTES) {
-            fold->function(views[0].buf, views[1].buf, out->buf, count);
-        } else {
-            Py_BEGIN_ALLOW_THREADS
-            fold->function(views[0].buf, views[1].buf, out->buf, count);
-            Py_END_ALLOW_THREADS
-        }
-    }
-    while (taken > 0)
-        PyBuffer_Release(&views[--taken]);
-    return plain;
-}
-
-int refuse_keywords(const char *type, PyObject *keywords)
-{
-    if (keywords == NULL || PyDict_Size(keywords) == 0)
-        return 0;
-    PyErr_Format(PyExc_TypeError, "%s: takes positional arguments only, no keywords", type);
-    return -1;
-}
-
-PyObject *take_error(void)
-{
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    PyErr_NormalizeException(&type, &error, &trace);
-    if (trace != NULL)
-        PyException_SetTraceback(error, trace);
-    Py_XDECREF(type);
-    Py_XDECREF(trace);
-    return error;
-}
-
-struct object {
-    CORE_HEAD
-};
-
-void *new_object(PyTypeObject *type)
-{
-    struct object *object = (void *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (object != NULL) {
-        object->core = PyType_GetModuleState(type);
-        Py_INCREF(object->core->module);
-    }
-    return object;
-}
-
-int visit_object(PyObject *object, visitproc visit, void *arg)
-{
-    const struct core *core = ((struct object *)object)->core;
-    Py_VISIT(Py_TYPE(object));
-    if (core != NULL) /* the collector may run while the object is being allocated */
-        Py_VISIT(core->module);
-    return 0;
-}
-
-void free_object(PyObject *object)
-{
-    PyTypeObject *type = Py_TYPE(object);
-    PyObject *module = ((struct object *)object)->core->module;
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF((PyObject *)type);
-    Py_DECREF(module);
-}
-
-int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
-{
-    PyTypeObject *added = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
-    if (added == NULL || PyModule_AddType(module, added) < 0) {
-        Py_XDECREF((PyObject *)added);
-        return -1;
-    }
-    if (type != NULL)
-        *type = added;
-    else
-        Py_DECREF((PyObject *)added);
-    return 0;
-}
-
-/* This makes no call into Python, which would take as long as the rest of a small call. */
-PyObject *deadline_of(const struct core *core, PyObject *limit, int64_t began)
-{
-    if (PyObject_TypeCheck(limit, core->deadline_type))
-        return Py_NewRef(limit);
-    double seconds = PyFloat_AsDouble(limit);
-    if (seconds == -1.0 && PyErr_Occurred())
-        return NULL;
-    PyObject *deadline = PyType_GenericNew(core->deadline_type, NULL, NULL);
-    PyObject *end = PyFloat_FromDouble(1e-9 * (double)began + seconds);
-    if (deadline != NULL
-        && (end == NULL || PyObject_SetAttr(deadline, core->name_seconds, limit) < 0
-            || PyObject_SetAttr(deadline, core->name_end, end) < 0))
-        Py_CLEAR(deadline);
-    Py_XDECREF(end);
-    return deadline;
-}
-
-/* Imports the class Deadline; returns 0, or -1 with an exception. */
-static int find_deadline(struct core *core)
-{
-    PyObject *module = PyImport_ImportModule("collective.deadline");
-    PyObject *type = module ? PyObject_GetAttrString(module, "Deadline") : NULL;
-    Py_XDECREF(module);
-    core->deadline_type = (PyTypeObject *)type;
-    core->name_seconds = PyUnicode_InternFromString("seconds");
-    core->name_end = PyUnicode_InternFromString("_end");
-    return type != NULL && core->name_seconds != NULL && core->name_end != NULL ? 0 : -1;
-}
-
-/* fold(a, b, out=c) */
-static PyObject *fold_call(PyObject *self, PyObject *const *args, Py_ssize_t count,
-                           PyObject *keywords)
-{
-    struct fold fold;
-    memcpy(&fold, PyBytes_AsString(PyTuple_GetItem(self, 1)), sizeof fold);
-    Py_ssize_t named = keywords == NULL ? 0 : PyTuple_Size(keywords);
-    /* If the keyword is not out, the reference refuses the call. */
-    if (count == 2 && named == 1
-        && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(keywords, 0), "out") == 0
-        && fold_plain(&fold, args))
-        Py_RETURN_NONE;
-    return PyObject_Vectorcall(PyTuple_GetItem(self, 0), args, (size_t)count, keywords);
-}
-
-static PyMethodDef fold_method = {
-    "fold", (PyCFunction)(void (*)(void))fold_call, METH_FASTCALL | METH_KEYWORDS,
-    "fold(a, b, /, *, out)\n--\n\nSet out to a op b, elementwise; out may be a or b."};
-
 /* Returns the word that says whether a rank naps, or NULL with an exception. */
 static uint32_t *sleeper_at(const Py_buffer *segment, Py_ssize_t at)
 {
@@ -199,27 +14,6 @@ static uint32_t *sleeper_at(const Py_buffer *segment, Py_ssize_t at)
         return (uint32_t *)((char *)segment->buf + at);
     PyErr_SetString(PyExc_ValueError, "nap, wake: no rank's word is at this offset of the segment");
     return NULL;
-}
-
-static PyObject *make_fold(PyObject *module, PyObject *args)
-{
-    const char *name;
-    int dtype, level = fold_levels() - 1;
-    PyObject *reference;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "siO|i:make_fold", &name, &dtype, &reference, &level))
-        return NULL;
-    if (level < 0 || level >= fold_levels()) {
-        PyErr_SetString(PyExc_ValueError, "make_fold: the level must be an index into LEVELS");
-        return NULL;
-    }
-    struct fold fold = {fold_of(name, dtype, level), dtype};
-    if (fold.function == NULL)
-        return Py_NewRef(reference);
-    PyObject *self = Py_BuildValue("(Oy#)", reference, &fold, (Py_ssize_t)sizeof fold);
-    PyObject *function = self == NULL ? NULL : PyCFunction_New(&fold_method, self);
-    Py_XDECREF(self);
-    return function;
 }
 
 /* nap(segment, asleep, seconds, ready) */
@@ -232,14 +26,12 @@ static PyObject *nap(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "w*ndO:nap", &segment, &at, &seconds, &ready))
         return NULL;
-    uint32_t *asleep = sleeper_at(&segment, at), woken = 0;
+    uint32_t *asleep = sleeper_at(&segment, at);
+    int woken = 0;
     uint32_t *sleepers = (uint32_t *)((char *)segment.buf + SLEEPERS_AT);
     PyObject *there = NULL;
     if (asleep != NULL) {
-        /* Announce the nap first, then call ready() once more. A peer that acts between an earlier
-           look and this announcement would wake nobody, but this last look sees what it did. */
-        __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
-        __atomic_add_fetch(sleepers, 1, __ATOMIC_SEQ_CST);
+        announce_nap(asleep, sleepers);
         there = PyObject_CallFunctionObjArgs(ready, NULL);
         int is_there = there == NULL ? -1 : PyObject_IsTrue(there);
         if (is_there < 0)
@@ -249,8 +41,7 @@ static PyObject *nap(PyObject *module, PyObject *args)
             sleep_until_woken(asleep, seconds);
             PyEval_RestoreThread(state);
         }
-        woken = __atomic_exchange_n(asleep, 0, __ATOMIC_SEQ_CST) == 0;
-        __atomic_sub_fetch(sleepers, 1, __ATOMIC_SEQ_CST);
+        woken = end_nap(asleep, sleepers);
     }
     PyBuffer_Release(&segment);
     if (there == NULL)
@@ -324,13 +115,23 @@ static PyMethodDef functions[] = {
      "wake(segment, asleep, /)\n--\n\nWake the ranks that nap, by the offsets of their words."},
     {"sums", sums_of, METH_O,
      "sums(array, /)\n--\n\nReturn the two sums of an array's bytes; see sums.h."},
-    {"make_schedule", make_schedule, METH_VARARGS,
-     "make_schedule(op, dtype, inputs, scratch, results, steps, /)\n--\n\n"
-     "Return a function that folds arrays along steps, or None if C has no such fold."},
-    {"make_fold", make_fold, METH_VARARGS,
-     "make_fold(op, dtype, reference, level=..., /)\n--\n\n"
-     "Return the fold in C, or the reference if C has none. Only tests pass the level."},
     {NULL, NULL, 0, NULL}};
+
+/* Makes the names, and imports the class Deadline; returns 0, or -1 with an exception. */
+static int find_objects(struct core *core)
+{
+#define TEXT(constant, text) text,
+    static const char *const texts[NAMES] = {CORE_NAMES(TEXT)};
+#undef TEXT
+    for (int i = 0; i < NAMES; i++)
+        if ((core->names[i] = PyUnicode_InternFromString(texts[i])) == NULL)
+            return -1;
+    PyObject *module = PyImport_ImportModule("collective.deadline");
+    PyObject *type = module ? PyObject_GetAttrString(module, "Deadline") : NULL;
+    Py_XDECREF(module);
+    core->deadline_type = (PyTypeObject *)type;
+    return type != NULL ? 0 : -1;
+}
 
 static int fill_module(PyObject *module)
 {
@@ -340,10 +141,12 @@ static int fill_module(PyObject *module)
     PyObject *here = all == NULL ? NULL : PyTuple_GetSlice(all, 0, fold_levels());
     int failed = here == NULL || PyModule_AddObjectRef(module, "LEVELS", here) < 0
                  || PyModule_AddIntConstant(module, "PROTOCOL", PROTOCOL) < 0
-                 || find_deadline(core) < 0 || add_plans(module, core) < 0
-                 || add_views(module, core) < 0 || add_messages(module, core) < 0
-                 || add_ring(module, core) < 0 || add_door(module, core) < 0
-                 || add_unlocked(module, core) < 0;
+                 || find_objects(core) < 0;
+    static int (*const files[])(PyObject *, struct core *) = {
+        add_folding, add_shared, add_plans, add_views, add_holding, add_messages, add_record, add_door,
+        add_methods, add_unlocked};
+    for (size_t i = 0; i < sizeof files / sizeof *files && !failed; i++)
+        failed = files[i](module, core) < 0;
     Py_XDECREF(all);
     Py_XDECREF(here);
     return failed ? -1 : 0;
@@ -352,16 +155,14 @@ static int fill_module(PyObject *module)
 static int traverse_module(PyObject *module, visitproc visit, void *arg)
 {
     struct core *core = PyModule_GetState(module);
+    int stop;
 #define VISIT(type, name) Py_VISIT(core->name);
     CORE_OBJECTS(VISIT)
 #undef VISIT
-    for (int i = 0; i < ARGUMENTS; i++)
-        Py_VISIT(core->arguments[i]);
-    for (int i = 0; i < DTYPES; i++)
-        Py_VISIT(core->descrs[i]);
-    for (int i = 0; i < 2; i++)
-        Py_VISIT(core->tensor_types[i]);
-    return 0;
+    if ((stop = references_visit(core->names, NAMES, visit, arg)) != 0
+        || (stop = references_visit(core->descrs, DTYPES, visit, arg)) != 0)
+        return stop;
+    return references_visit(core->tensor_types, 2, visit, arg);
 }
 
 static void free_module(void *module)
@@ -370,13 +171,10 @@ static void free_module(void *module)
 #define CLEAR(type, name) Py_CLEAR(core->name);
     CORE_OBJECTS(CLEAR)
 #undef CLEAR
-    for (int i = 0; i < ARGUMENTS; i++)
-        Py_CLEAR(core->arguments[i]);
-    for (int i = 0; i < DTYPES; i++)
-        Py_CLEAR(core->descrs[i]);
-    for (int i = 0; i < 2; i++)
-        Py_CLEAR(core->tensor_types[i]);
-    free_ring(core);
+    references_clear(core->names, NAMES);
+    references_clear(core->descrs, DTYPES);
+    references_clear(core->tensor_types, 2);
+    record_free(core);
 }
 
 /* The core keeps all objects in the state of the module, so interpreters share no object, and each

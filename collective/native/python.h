@@ -52,32 +52,35 @@ static inline int64_t now_ns(void)
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
-/* The arguments of collective calls, by name. */
-enum argument { X, OUT, OP, ORDER, ROOT, TIMEOUT, ASYNC, COUNTS, AXIS, ARGUMENTS };
+/* Strings that C compares with keywords, or looks up as attributes: a constant and a text for each.
+   The arguments of collective calls come first. */
+#define CORE_NAMES(EACH)                                                                           \
+    EACH(X, "x") EACH(OUT, "out") EACH(OP, "op") EACH(ORDER, "order") EACH(ROOT, "root")           \
+    EACH(TIMEOUT, "timeout") EACH(ASYNC, "async_op") EACH(COUNTS, "counts") EACH(AXIS, "axis")     \
+    EACH(TAG, "tag") EACH(NAME_SUM, "sum") EACH(NAME_RUN_PYTHON_PLAN, "run_python_plan")           \
+    EACH(NAME_SECONDS, "seconds") EACH(NAME_END, "_end")                                           \
+    EACH(NAME_FILENAME, "co_filename") EACH(NAME_BACK, "f_back")                                   \
+    EACH(NAME_INSTRUCTION, "f_lasti")                                                              \
+    EACH(NAME_DTYPE, "dtype") EACH(NAME_BASE, "base")                                              \
+    EACH(NAME_IS_NEG, "is_neg") EACH(NAME_IS_CONJ, "is_conj") EACH(NAME_NEW_EMPTY, "new_empty")    \
+    EACH(NAME_UNTYPED_STORAGE, "untyped_storage") EACH(NAME_CDATA, "_cdata")                       \
+    EACH(NAME_REQUIRES_GRAD, "requires_grad") EACH(NAME_IS_INFERENCE, "is_inference")
+#define CONSTANT(constant, text) constant,
+enum name { CORE_NAMES(CONSTANT) NAMES, ARGUMENTS = AXIS + 1 };
+#undef CONSTANT
 
-/* The objects in the state of the module: their types and names. Each file sets its own. */
+/* The other objects in the state of the module. Each file sets its own. */
 #define CORE_OBJECTS(EACH)                                                                         \
-    /* module.c */                                                                                 \
     EACH(PyTypeObject, deadline_type) /* collective.deadline.Deadline */                           \
-    EACH(PyObject, name_seconds) EACH(PyObject, name_end)                                          \
-    /* door.c */                                                                                   \
     EACH(PyTypeObject, door_type) EACH(PyTypeObject, gate_type) EACH(PyTypeObject, handle_type)    \
-    EACH(PyObject, bound_method_type) /* types.MethodType */                                       \
-    EACH(PyObject, name_run_python_plan) EACH(PyObject, name_sum) EACH(PyObject, name_tag)         \
-    EACH(PyObject, zero) EACH(PyObject, nobody) EACH(PyObject, any)                                \
-    /* plan_type.c, messages_type.c and record.c */                                                \
     EACH(PyTypeObject, plan_type) EACH(PyTypeObject, messages_type) EACH(PyTypeObject, ring_type)  \
-    EACH(PyObject, name_filename) EACH(PyObject, name_back) EACH(PyObject, name_instruction)       \
-    EACH(PyTypeObject, turn_type) /* unlocked.c */                                                 \
-    /* views.c */                                                                                  \
-    EACH(PyTypeObject, ndarray) EACH(PyObject, empty)                                              \
-    EACH(PyObject, is_neg) EACH(PyObject, is_conj) EACH(PyObject, new_empty)                       \
-    EACH(PyObject, name_dtype) EACH(PyObject, name_base) EACH(PyObject, untyped_storage)           \
-    EACH(PyObject, name_cdata) EACH(PyTypeObject, hold_type)                                       \
-    EACH(PyObject, requires_grad) EACH(PyObject, is_inference)                                     \
+    EACH(PyTypeObject, replay_type) EACH(PyTypeObject, posted_type) EACH(PyTypeObject, turn_type) EACH(PyTypeObject, hold_type)    \
+    EACH(PyObject, bound_method_type) /* types.MethodType */                                       \
+    EACH(PyObject, zero) EACH(PyObject, nobody) EACH(PyObject, any)                                \
+    EACH(PyTypeObject, ndarray) EACH(PyObject, empty) EACH(PyObject, asarray)                      \
     EACH(PyTypeObject, frozen_type) /* exactly this; NULL until see_frozen() */                    \
     EACH(PyObject, read_frozen) EACH(PyObject, wrap_frozen) EACH(PyObject, name_place)             \
-    EACH(PyObject, known_place) EACH(PyObject, asarray)
+    EACH(PyObject, known_place)
 
 struct dl_exchange;
 struct hold;
@@ -94,9 +97,9 @@ struct core {
 #define FIELD(type, name) type *name;
     CORE_OBJECTS(FIELD)
 #undef FIELD
-    PyObject *arguments[ARGUMENTS]; /* the names of enum argument */
-    PyObject *descrs[DTYPES];       /* NumPy's dtypes, each of them a single object; or all NULL */
-    PyTypeObject *tensor_types[2];  /* exactly these: a subclass may behave differently */
+    PyObject *names[NAMES];
+    PyObject *descrs[DTYPES];      /* NumPy's dtypes, each of them a single object; or all NULL */
+    PyObject *tensor_types[2];     /* exactly these: a subclass may behave differently */
     const struct dl_exchange *torch; /* NULL until see_tensors() */
     Py_ssize_t resizable_at; /* bytes from a storage's address to its flag, or 0 */
     struct hold *holds;      /* all that live */
@@ -104,6 +107,13 @@ struct core {
        other code; request.py sets it by in_thread. It is in C, since to ask a thread-local object
        of Python takes as long as the rest of a record. */
     Py_tss_t *site;
+};
+
+/* What a function has done that cannot do all calls. Where it says FAILED, an exception is set. */
+enum outcome {
+    FAILED = -1,
+    DONE = 0,
+    FALL_BACK = 1 /* nothing has been done: Python must make the call */
 };
 
 /* Returns a new reference to a field that another thread may set meanwhile, or NULL. */
@@ -146,26 +156,18 @@ int is_result(const struct core *core, PyObject *array);
 /* Whether an array still has the address and the length that it had when it was viewed. */
 int is_there(const struct core *core, const struct view *view);
 
-/* Whether the memory of a viewed array is still where it was, when other code has run. A tensor that
-   got another storage leaves the memory to the object from hold_memory(). */
-int is_kept(const struct core *core, PyObject *held, const struct view *view);
-
-/* Returns an object that keeps the memory of an array at its address for as long as the object
-   lives. It is needed while another thread or Python code may run. If a NumPy array owns its memory,
-   the object is a weak reference: NumPy's resize refuses an array with a weak reference, even with
-   refcheck=False, which ignores views and buffers. If the memory is that of another object, such as
-   a bytearray or a mmap, the object is a view of that: np.ndarray(buffer=...) keeps none. For a
-   tensor the object has its storage, so that a tensor that gets another storage leaves the memory
-   there, and makes the storage refuse to be resized. Returns NULL for any other object, and never
-   raises. */
-PyObject *hold_memory(const struct core *core, PyObject *array);
+/* Hold the memory of a call's two arrays, as far as that has not been done; and tell whether it is still
+   where it was. Each view may be NULL. */
+int hold_both(const struct core *core, const struct view *const *views, PyObject **held);
+int are_kept(const struct core *core, const struct view *const *views, PyObject *const *held);
 
 /* Appends to *held the objects that hold the memory of an array, or of all arrays in a structure.
    *held is a list, or NULL as long as there is nothing to hold. Never raises. */
 void hold_all(const struct core *core, PyObject *arrays, PyObject **held);
 
-/* Whether the class of an array is exactly NumPy's. */
+/* Whether the class of an array is exactly NumPy's; whether it is exactly one of PyTorch's. */
 int is_numpy(const struct core *core, PyObject *array);
+int is_tensor(const struct core *core, PyObject *array);
 
 /* Makes an array with the class and dtype of another array, and with the shape of a view. */
 PyObject *new_array(const struct core *core, PyObject *like, const struct view *view);
@@ -180,17 +182,12 @@ fold_function *fold_of(const char *op, int dtype, int level);
 /* Below this many bytes, releasing the interpreter lock takes longer than a fold. */
 #define LONG_FOLD_BYTES (64 << 10)
 
-/* Whether a buffer holds aligned elements of the type. NumPy writes the complex types as Zf and
-   Zd. */
-int is_plain(const Py_buffer *view, enum dtype dtype);
-
-/* make_schedule(op, dtype, inputs, scratch, results, steps), of schedules.c. */
-PyObject *make_schedule(PyObject *module, PyObject *args);
-
 /* Returns the Deadline of a call. The limit is either a Deadline, or the number of seconds that the
    call may take from the time began. A call that never waits needs no Deadline, so that it does not
    pay for one. Returns NULL with an exception. */
 PyObject *deadline_of(const struct core *core, PyObject *limit, int64_t began);
+
+/* -- objects.c: what all types of the core share ------------------------------------------------ */
 
 /* Raises TypeError and returns -1 if a type with positional arguments only gets keywords.
 
@@ -198,18 +195,41 @@ PyObject *deadline_of(const struct core *core, PyObject *limit, int64_t began);
    incomplete, and a second call of __init__ changes nothing. */
 int refuse_keywords(const char *type, PyObject *keywords);
 
-/* The first fields of an object that needs the state. Its type has no subclasses. new_object()
-   allocates the object, with a reference to the module, and zeros for its other fields; it returns
-   NULL with an exception. visit_object() visits the type and the module for the collector. After
-   the other fields have been cleared, free_object() drops the references and frees the memory. */
-#define CORE_HEAD PyObject_HEAD const struct core *core;
-void *new_object(PyTypeObject *type);
-int visit_object(PyObject *object, visitproc visit, void *arg);
-void free_object(PyObject *object);
+/* The first fields of an object that needs the state; its type has no subclasses. The fields that
+   refer to objects of Python follow this head directly, and `references` is their number. So the
+   three functions below serve all types. A type that has more references, or other memory, has
+   functions of its own, which end with these. */
+#define CORE_HEAD PyObject_HEAD const struct core *core; Py_ssize_t references;
+struct object {
+    CORE_HEAD
+    PyObject *fields[]; /* each may be NULL */
+};
+#define REFERENCES(type, last)                                                                     \
+    (Py_ssize_t)((offsetof(type, last) - offsetof(struct object, fields)) / sizeof(PyObject *) + 1)
+
+/* Allocates an object, with a reference to the module, and zeros for all fields behind the head.
+   Returns NULL with an exception. */
+void *object_new(PyTypeObject *type, Py_ssize_t references);
+/* Visits the type, the module and the references, for the collector. */
+int object_traverse(PyObject *object, visitproc visit, void *arg);
+/* Drops the references, and frees the memory. The second function is for types with the collector. */
+void object_free(PyObject *object);
+void object_dealloc(PyObject *object);
+
+/* The same for references anywhere, which follow each other in memory. */
+int references_visit(PyObject *const *first, Py_ssize_t count, visitproc visit, void *arg);
+void references_clear(PyObject **first, Py_ssize_t count);
 
 /* Creates a type and adds it to the module. Stores a reference in *type, unless type is NULL.
    Returns 0, or -1 with an exception. */
-int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type);
+int type_add(PyObject *module, PyType_Spec *spec, PyTypeObject **type);
+
+/* Takes the current exception, with its traceback, from the interpreter; and raises an exception,
+   with the traceback that it has. */
+PyObject *error_take(void);
+void error_raise(PyObject *error);
+
+/* -- record.c ------------------------------------------------------------------------------------ */
 
 /* Record in a Ring that a call begins, with the place in the program that makes it; and that the
    call is over. Neither function raises. */
@@ -218,39 +238,40 @@ void record_end(PyObject *ring);
 
 /* Whether the ranks compare the results of the next call; and count a call that has succeeded, whose
    results the ranks could have compared. */
-int is_due(PyObject *ring);
-void count_call(PyObject *ring);
+int record_is_due(PyObject *ring);
+void record_count(PyObject *ring);
 
 /* Add the types and functions of a file to the module, and set its part of the state; return 0, or
    -1 with an exception. */
 int add_unlocked(PyObject *module, struct core *core);
-int add_ring(PyObject *module, struct core *core);
+int add_record(PyObject *module, struct core *core);
 int add_door(PyObject *module, struct core *core);
+int add_methods(PyObject *module, struct core *core);
 int add_views(PyObject *module, struct core *core);
+int add_holding(PyObject *module, struct core *core);
+int add_folding(PyObject *module, struct core *core);
+int add_shared(PyObject *module, struct core *core);
 int add_plans(PyObject *module, struct core *core);
 int add_messages(PyObject *module, struct core *core);
 
 /* Sets the place in the program that this thread's calls come from, and returns the place before:
    both borrowed, or NULL. */
-PyObject *exchange_site(const struct core *core, PyObject *site);
-
-/* Takes the current exception, with its traceback, from the interpreter. */
-PyObject *take_error(void);
+PyObject *record_exchange_site(const struct core *core, PyObject *site);
 
 /* Frees the part of the state that record.c has made. */
-void free_ring(struct core *core);
+void record_free(struct core *core);
 
 /* Makes a planned call. If this rank has no input, src is NULL; if it has no output, dst is NULL.
    The limit is as for deadline_of. If ring is not NULL, the beginning of the call is recorded
-   there. Returns 0; or -1 with an exception; or 1, before anything has been done, if Python must
-   make the call: the arrays overlap, dst is read-only, or another thread has changed an array. */
-int run_plan(PyObject *plan, const struct view *src, const struct view *dst, PyObject *limit,
-             PyObject *ring);
+   there. Returns FALL_BACK if the arrays overlap, dst is read-only, or another thread has changed an
+   array. */
+enum outcome plan_run(PyObject *plan, const struct view *src, const struct view *dst,
+                      PyObject *limit, PyObject *ring);
 
-/* Makes a call like run_plan, and compares the ranks' results if the plan can. If they differ, or have
+/* Makes a call like plan_run, and compares the ranks' results if the plan can. If they differ, or have
    not been compared yet, sets *compare to a new tuple: the request, and what summed() returns. */
-int run_compared(PyObject *plan, const struct view *src, const struct view *dst, PyObject *limit,
-                 PyObject *ring, PyObject **compare);
+enum outcome plan_run_compared(PyObject *plan, const struct view *src, const struct view *dst,
+                               PyObject *limit, PyObject *ring, PyObject **compare);
 
 /* -- calls that threads make without the interpreter lock; see unlocked.c ----------------------- */
 
@@ -266,8 +287,7 @@ struct unlocked {
     const void *owner; /* the door that the call would go through otherwise */
     int users;
     int removed; /* whether the call has been removed from the table */
-    PyObject *plan, *ring, *queue, *site, *turn; /* turn may be NULL */
-    PyObject *limit;
+    PyObject *plan, *ring, *queue, *site, *limit, *turn; /* turn may be NULL */
     Py_ssize_t source;  /* of the call in the ring */
     int64_t patience;   /* nanoseconds that a wait lasts before it needs Python */
     int64_t most;       /* nanoseconds that the call may take in all */
@@ -276,25 +296,26 @@ struct unlocked {
     int dtype;
     size_t nbytes[BOTH];
 };
+enum { UNLOCKED_REFERENCES = 6 };
 
-/* Makes a call, in a thread without the interpreter lock. Returns 0; 1, before anything has been
-   done, if Python must make the call; or -1 if the call has failed, with a new reference to the
-   exception in *error. */
-int run_unlocked(const struct unlocked *call, const void *in, void *out, PyObject **error);
+/* Makes a call, in a thread without the interpreter lock. If it has failed, the exception is not set,
+   but *error is a new reference to it. */
+enum outcome plan_run_unlocked(const struct unlocked *call, const void *in, void *out,
+                               PyObject **error);
 
-/* Sets the patience and the source of a call; returns 1, or -1 with an exception. */
-int check_unlocked(struct unlocked *call, PyObject *request);
+/* Sets the patience and the source of a call; returns DONE, or FAILED. */
+enum outcome plan_check_unlocked(struct unlocked *call, PyObject *request);
 
 /* Returns the number by which record_unlocked records a call of this place; -1 with an exception. */
-Py_ssize_t source_in(PyObject *ring, PyObject *request, PyObject *site);
+Py_ssize_t record_source(PyObject *ring, PyObject *request, PyObject *site);
 
 /* As record_begin and record_end, in a thread without the interpreter lock. */
 void record_unlocked(PyObject *ring, Py_ssize_t source);
 void record_unlocked_end(PyObject *ring);
 
 /* door.unlock(...), and removing all calls of a door. */
-PyObject *unlock_call(const struct core *core, const void *door, PyObject *ring, PyObject *queue,
+PyObject *unlocked_add(const struct core *core, const void *door, PyObject *ring, PyObject *queue,
                       PyObject *args);
-void lock_calls(const void *door);
+void unlocked_remove(const void *door);
 
 #endif

@@ -15,7 +15,6 @@ enum { REQUEST, SITE, OBJECTS };
 
 typedef struct {
     CORE_HEAD
-    Py_ssize_t started, finished; /* one thread writes them; others may read them at any time */
     PyObject *libraries; /* list of the prefixes of the names of files that are no program's */
     PyObject *list;
     /* The calls that threads without the interpreter lock make. They cannot replace references in
@@ -23,6 +22,7 @@ typedef struct {
        one. The array source holds these numbers; a 0 there stands for the objects in the list. */
     PyObject *sources; /* list of tuples (request, place) */
     PyObject *numbers; /* dict from these tuples to indices */
+    Py_ssize_t started, finished; /* one thread writes them; others may read them at any time */
     int source[RECORDS];
     Py_ssize_t writing; /* number of the last call that such a thread has begun to record */
     /* Number of calls until one whose results the ranks compare, and of calls from one such call to
@@ -45,7 +45,7 @@ static PyObject *site_in_thread(const struct core *core)
 
 static int is_in_library(const Ring *ring, PyObject *code)
 {
-    PyObject *file = PyObject_GetAttr(code, ring->core->name_filename);
+    PyObject *file = PyObject_GetAttr(code, ring->core->names[NAME_FILENAME]);
     int found = 0;
     for (Py_ssize_t i = 0; file && !found && i < PyList_Size(ring->libraries); i++) {
         /* The reference is borrowed. The list only grows, so it keeps the prefix. */
@@ -61,7 +61,7 @@ static int instruction_of(const struct core *core, PyObject *frame)
 {
     if (PyFrame_GetLasti != NULL)
         return PyFrame_GetLasti((PyFrameObject *)frame);
-    PyObject *number = PyObject_GetAttr(frame, core->name_instruction);
+    PyObject *number = PyObject_GetAttr(frame, core->names[NAME_INSTRUCTION]);
     long at = number != NULL ? PyLong_AsLong(number) : 0;
     Py_XDECREF(number);
     return (int)at;
@@ -92,7 +92,7 @@ static PyObject *find_site(const Ring *ring, int *instruction)
            is_in_library() may let the collector run a finalizer that replaces the last code. */
         if (is_last(ring, code) || !is_in_library(ring, code))
             break;
-        PyObject *above = PyObject_GetAttr(frame, ring->core->name_back);
+        PyObject *above = PyObject_GetAttr(frame, ring->core->names[NAME_BACK]);
         Py_DECREF(frame);
         frame = above;
     }
@@ -131,19 +131,19 @@ void record_end(PyObject *object)
     Py_END_CRITICAL_SECTION();
 }
 
-int is_due(PyObject *object)
+int record_is_due(PyObject *object)
 {
     return __atomic_load_n(&((Ring *)object)->left, __ATOMIC_RELAXED) <= 0;
 }
 
-void count_call(PyObject *object)
+void record_count(PyObject *object)
 {
     Ring *ring = (Ring *)object;
     Py_ssize_t left = ring->left > 0 ? ring->left : ring->interval;
     __atomic_store_n(&ring->left, left - 1, __ATOMIC_RELAXED);
 }
 
-Py_ssize_t source_in(PyObject *object, PyObject *request, PyObject *site)
+Py_ssize_t record_source(PyObject *object, PyObject *request, PyObject *site)
 {
     Ring *ring = (Ring *)object;
     PyObject *key = PyTuple_Pack(2, request, site), *number = NULL;
@@ -234,25 +234,13 @@ static PyObject *ring_kept(PyObject *object, PyObject *number)
     return record;
 }
 
-static PyObject *ring_started(PyObject *object, void *none)
-{
-    (void)none;
-    return PyLong_FromSsize_t(__atomic_load_n(&((Ring *)object)->started, __ATOMIC_ACQUIRE));
-}
-
-static PyObject *ring_finished(PyObject *object, void *none)
-{
-    (void)none;
-    return PyLong_FromSsize_t(__atomic_load_n(&((Ring *)object)->finished, __ATOMIC_ACQUIRE));
-}
-
 static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     PyObject *libraries;
     if (refuse_keywords("Ring", keywords) < 0 ||
         !PyArg_ParseTuple(args, "O!:Ring", &PyList_Type, &libraries))
         return NULL;
-    Ring *ring = new_object(type);
+    Ring *ring = object_new(type, REFERENCES(Ring, numbers));
     if (ring == NULL)
         return NULL;
     ring->libraries = Py_NewRef(libraries);
@@ -267,36 +255,12 @@ static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     return (PyObject *)ring;
 }
 
-/* Only the lists can be part of a reference cycle, and Python breaks the cycle at the lists. */
-static int ring_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    Py_VISIT(((Ring *)object)->list);
-    Py_VISIT(((Ring *)object)->libraries);
-    Py_VISIT(((Ring *)object)->sources);
-    Py_VISIT(((Ring *)object)->numbers);
-    return visit_object(object, visit, arg);
-}
-
-static void ring_dealloc(PyObject *object)
-{
-    Ring *ring = (Ring *)object;
-    PyObject_GC_UnTrack(object);
-    Py_XDECREF(ring->list);
-    Py_XDECREF(ring->libraries);
-    Py_XDECREF(ring->sources);
-    Py_XDECREF(ring->numbers);
-    free_object(object);
-}
-
 static PyMemberDef ring_members[] = {
+    {"started", T_PYSSIZET, offsetof(Ring, started), READONLY, NULL},
+    {"finished", T_PYSSIZET, offsetof(Ring, finished), READONLY, NULL},
     {"left", T_PYSSIZET, offsetof(Ring, left), 0, NULL},
     {"interval", T_PYSSIZET, offsetof(Ring, interval), 0, NULL},
     {NULL, 0, 0, 0, NULL}};
-
-static PyGetSetDef ring_attributes[] = {
-    {"started", ring_started, NULL, NULL, NULL},
-    {"finished", ring_finished, NULL, NULL, NULL},
-    {NULL, NULL, NULL, NULL, NULL}};
 
 static PyMethodDef ring_methods[] = {
     {"begin", ring_begin, METH_VARARGS,
@@ -306,16 +270,16 @@ static PyMethodDef ring_methods[] = {
     {"kept", ring_kept, METH_O, "kept(number, /)\n--\n\nReturn the record of a call, or None."},
     {NULL, NULL, 0, NULL}};
 
+/* Only the lists can be part of a reference cycle, and Python breaks the cycle at the lists. */
 static PyType_Slot ring_slots[] = {
-    {Py_tp_new, ring_new},           {Py_tp_dealloc, ring_dealloc},
-    {Py_tp_methods, ring_methods},   {Py_tp_traverse, ring_traverse},
-    {Py_tp_getset, ring_attributes}, {Py_tp_members, ring_members},
-    {0, NULL}};
+    {Py_tp_new, ring_new},           {Py_tp_dealloc, object_dealloc},
+    {Py_tp_methods, ring_methods},   {Py_tp_traverse, object_traverse},
+    {Py_tp_members, ring_members},   {0, NULL}};
 
 static PyType_Spec ring_spec = {"collective.native._core.Ring", sizeof(Ring), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, ring_slots};
 
-PyObject *exchange_site(const struct core *core, PyObject *site)
+PyObject *record_exchange_site(const struct core *core, PyObject *site)
 {
     PyObject *old = site_in_thread(core);
     PyThread_tss_set(core->site, site);
@@ -354,23 +318,18 @@ static PyType_Slot in_thread_slots[] = {
 static PyType_Spec in_thread_spec = {
     "collective.native._core.InThread", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, in_thread_slots};
 
-int add_ring(PyObject *module, struct core *core)
+int add_record(PyObject *module, struct core *core)
 {
-    core->name_filename = PyUnicode_InternFromString("co_filename");
-    core->name_back = PyUnicode_InternFromString("f_back");
-    core->name_instruction = PyUnicode_InternFromString("f_lasti");
-    if (core->name_filename == NULL || core->name_back == NULL || core->name_instruction == NULL)
-        return -1;
     core->site = PyThread_tss_alloc();
     if (core->site == NULL || PyThread_tss_create(core->site) != 0) {
         PyErr_NoMemory();
         return -1;
     }
-    return add_type(module, &ring_spec, &core->ring_type) < 0
-                   || add_type(module, &in_thread_spec, NULL) < 0 ? -1 : 0;
+    return type_add(module, &ring_spec, &core->ring_type) < 0
+                   || type_add(module, &in_thread_spec, NULL) < 0 ? -1 : 0;
 }
 
-void free_ring(struct core *core)
+void record_free(struct core *core)
 {
     if (core->site != NULL)
         PyThread_tss_free(core->site);

@@ -170,7 +170,9 @@ static void fold_sources(struct shared *s, const struct plan *p, size_t from, si
                          char *out, char *scratch)
 {
     int last = p->operation == SCAN ? s->rank : s->size - 1;
-    size_t chunk = s->least_long / p->item; /* intermediate results stay in cache */
+    /* Intermediate results stay in cache. A short call has one chunk, and makes no division: that would
+       take as long as its fold. */
+    size_t chunk = count * p->item <= s->least_long ? count : s->least_long / p->item;
     for (size_t at = 0; at < count; at += chunk) {
         size_t number = count - at < chunk ? count - at : chunk, offset = (from + at) * p->item;
         char *result = out + at * p->item;
@@ -191,7 +193,7 @@ static void fold_sources(struct shared *s, const struct plan *p, size_t from, si
 static void read_sources(struct shared *s, const struct plan *p, char *dst, char *scratch)
 {
     size_t from = splits(p) ? start_of(s, p, s->rank) : 0;
-    size_t piece = length_of(s, p, s->rank);
+    size_t piece = splits(p) ? length_of(s, p, s->rank) : 0;
     if (!takes(s, p))
         return;
     if (p->fold != NULL) {

@@ -14,10 +14,8 @@
 
 #include <stdint.h>
 #include <time.h>
-#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 
 /* Values of the kernel's interface, from linux/futex.h. A machine with musl may lack that header. */
 #ifndef FUTEX_WAIT
@@ -35,21 +33,31 @@ static inline void wake(uint32_t *asleep)
     if (__atomic_load_n(asleep, __ATOMIC_RELAXED) == 0
         || __atomic_exchange_n(asleep, 0, __ATOMIC_RELAXED) == 0)
         return;
-#if defined(__linux__)
     syscall(SYS_futex, asleep, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
-#endif
+}
+
+/* Announces a nap. Then the rank looks once more for what it waits for, and sleeps only if that is not
+   there: a peer that acts between an earlier look and this announcement would wake nobody, but the last
+   look sees what the peer did. */
+static inline void announce_nap(uint32_t *asleep, uint32_t *sleepers)
+{
+    __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
+    __atomic_add_fetch(sleepers, 1, __ATOMIC_SEQ_CST);
+}
+
+/* Ends a nap; returns whether a peer has woken this rank. */
+static inline int end_nap(uint32_t *asleep, uint32_t *sleepers)
+{
+    int woken = __atomic_exchange_n(asleep, 0, __ATOMIC_SEQ_CST) == 0;
+    __atomic_sub_fetch(sleepers, 1, __ATOMIC_SEQ_CST);
+    return woken;
 }
 
 /* Sleeps until a peer wakes this rank or a signal arrives, for the given seconds at most. */
 static inline void sleep_until_woken(uint32_t *asleep, double seconds)
 {
     struct timespec most = {(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
-#if defined(__linux__)
     syscall(SYS_futex, asleep, FUTEX_WAIT, 1, &most, NULL, 0);
-#else
-    (void)asleep;
-    nanosleep(&most, NULL);
-#endif
 }
 
 #endif

@@ -1,4 +1,4 @@
-/* Checksums of results, for COLLECTIVE_CHECK=results; communicator/checksums.py has the same sums in
+/* Checksums of results, for COLLECTIVE_CHECK=results; communicator/results.py has the same sums in
    NumPy.
 
    The bytes of an array are words of 64 bits. A word w counts as f(w) = w + (w >> 32), so that its

@@ -57,7 +57,7 @@ static struct unlocked **bucket_of(int64_t first, int64_t second)
 }
 
 /* Drops one use of an entry; the last one frees the entry. PyGILState_Ensure() is for the main
-   interpreter, and so is every entry: see unlock_call(). */
+   interpreter, and so is every entry: see unlocked_add(). */
 static void drop(struct unlocked *entry)
 {
     if (__atomic_sub_fetch(&entry->users, 1, __ATOMIC_ACQ_REL) != 0)
@@ -65,12 +65,7 @@ static void drop(struct unlocked *entry)
     if (!Py_IsInitialized())
         return; /* XLA's threads may run longer than Python, which has freed all objects */
     PyGILState_STATE state = PyGILState_Ensure();
-    Py_XDECREF(entry->plan);
-    Py_XDECREF(entry->ring);
-    Py_XDECREF(entry->queue);
-    Py_XDECREF(entry->site);
-    Py_XDECREF(entry->turn);
-    Py_XDECREF(entry->limit);
+    references_clear(&entry->plan, UNLOCKED_REFERENCES);
     PyGILState_Release(state);
     free(entry);
 }
@@ -102,7 +97,7 @@ static void remove_entries(const void *owner, int64_t first, int64_t second)
     }
 }
 
-void lock_calls(const void *door)
+void unlocked_remove(const void *door)
 {
     remove_entries(door, 0, 0);
 }
@@ -118,8 +113,8 @@ static void keep_error(PyObject *error)
     failed = error;
 }
 
-/* Makes the call with a number on other arrays. Returns 0; or another number if the caller must
-   have Python make the call. Python finds the error by failure() if the call has failed. */
+/* Makes the call with a number on other arrays. Returns DONE, which is 0; or another number if the
+   caller must have Python make the call. Python finds the error by failure() if the call has failed. */
 static int run(int64_t first, int64_t second, const void *in, void *out)
 {
     lock_table();
@@ -130,12 +125,12 @@ static int run(int64_t first, int64_t second, const void *in, void *out)
         __atomic_add_fetch(&entry->users, 1, __ATOMIC_RELAXED);
     unlock_table();
     if (entry == NULL)
-        return 1;
+        return FALL_BACK;
     PyObject *error = NULL;
     PyThread_type_lock lock = entry->turn != NULL ? ((Turn *)entry->turn)->lock : NULL;
     if (lock != NULL)
         PyThread_acquire_lock(lock, WAIT_LOCK);
-    int state = run_unlocked(entry, in, out, &error);
+    enum outcome state = plan_run_unlocked(entry, in, out, &error);
     if (lock != NULL)
         PyThread_release_lock(lock);
     keep_error(error);
@@ -152,23 +147,18 @@ static int read_entry(struct unlocked *entry, const struct core *core, PyObject 
 {
     long long first, second;
     Py_ssize_t in_bytes, out_bytes;
-    PyObject *turn;
-    if (!PyArg_ParseTuple(args, "LLOO(iippinn)OOO:unlock", &first, &second, &entry->plan, request,
+    PyObject *plan, *site, *limit, *turn;
+    if (!PyArg_ParseTuple(args, "LLOO(iippinn)OOO:unlock", &first, &second, &plan, request,
                           &entry->src, &entry->dst, &entry->copies, &entry->clears, &entry->dtype,
-                          &in_bytes, &out_bytes, &entry->site, &entry->limit, &turn)) {
-        /* The objects that have been read are borrowed. */
-        entry->plan = entry->ring = entry->queue = entry->site = entry->limit = NULL;
+                          &in_bytes, &out_bytes, &site, &limit, &turn))
         return -1;
-    }
     entry->key[0] = first;
     entry->key[1] = second;
     entry->nbytes[IN] = (size_t)in_bytes;
     entry->nbytes[GIVEN_OUT] = (size_t)out_bytes;
-    Py_INCREF(entry->plan);
-    Py_INCREF(entry->ring);
-    Py_INCREF(entry->queue);
-    Py_INCREF(entry->site);
-    Py_INCREF(entry->limit);
+    entry->plan = Py_NewRef(plan);
+    entry->site = Py_NewRef(site);
+    entry->limit = Py_NewRef(limit);
     if (turn != Py_None && Py_TYPE(turn) != core->turn_type) {
         PyErr_SetString(PyExc_TypeError, "unlock: the turn must be a Turn or None");
         return -1;
@@ -183,7 +173,7 @@ static int read_entry(struct unlocked *entry, const struct core *core, PyObject 
     return 0;
 }
 
-PyObject *unlock_call(const struct core *core, const void *door, PyObject *ring, PyObject *queue,
+PyObject *unlocked_add(const struct core *core, const void *door, PyObject *ring, PyObject *queue,
                       PyObject *args)
 {
     PyObject *request;
@@ -195,14 +185,15 @@ PyObject *unlock_call(const struct core *core, const void *door, PyObject *ring,
         return PyErr_NoMemory();
     entry->owner = door;
     entry->users = 1;
-    entry->ring = ring;
-    entry->queue = queue;
-    int fits = read_entry(entry, core, args, &request);
-    if (fits == 0)
-        fits = Py_TYPE(entry->plan) == core->plan_type ? check_unlocked(entry, request) : 0;
-    if (fits <= 0) {
+    entry->ring = Py_NewRef(ring);
+    entry->queue = Py_NewRef(queue);
+    enum outcome fits = read_entry(entry, core, args, &request) < 0 ? FAILED : DONE;
+    if (fits == DONE)
+        fits = Py_TYPE(entry->plan) == core->plan_type ? plan_check_unlocked(entry, request)
+                                                       : FALL_BACK;
+    if (fits != DONE) {
         drop(entry);
-        return fits < 0 ? NULL : Py_NewRef(Py_False);
+        return fits == FAILED ? NULL : Py_NewRef(Py_False);
     }
     struct unlocked **bucket = bucket_of(entry->key[0], entry->key[1]);
     remove_entries(NULL, entry->key[0], entry->key[1]);
@@ -258,7 +249,7 @@ static PyObject *turn_new(PyTypeObject *type, PyObject *args, PyObject *keywords
 {
     if (refuse_keywords("Turn", keywords) < 0 || !PyArg_ParseTuple(args, ":Turn"))
         return NULL;
-    Turn *turn = new_object(type);
+    Turn *turn = object_new(type, 0);
     if (turn != NULL && (turn->lock = PyThread_allocate_lock()) == NULL) {
         Py_DECREF(turn);
         return PyErr_NoMemory();
@@ -271,7 +262,7 @@ static void turn_dealloc(PyObject *object)
     PyObject_GC_UnTrack(object);
     if (((Turn *)object)->lock != NULL)
         PyThread_free_lock(((Turn *)object)->lock);
-    free_object(object);
+    object_dealloc(object);
 }
 
 static PyMethodDef turn_methods[] = {
@@ -281,7 +272,7 @@ static PyMethodDef turn_methods[] = {
 
 static PyType_Slot turn_slots[] = {
     {Py_tp_new, turn_new},          {Py_tp_dealloc, turn_dealloc},
-    {Py_tp_traverse, visit_object}, {Py_tp_methods, turn_methods},
+    {Py_tp_traverse, object_traverse}, {Py_tp_methods, turn_methods},
     {Py_tp_doc, "A lock that threads without the interpreter lock can hold, too."}, {0, NULL}};
 
 static PyType_Spec turn_spec = {"collective.native._core.Turn", sizeof(Turn), 0,
@@ -302,5 +293,5 @@ int add_unlocked(PyObject *module, struct core *core)
     int added = capsule != NULL && PyModule_AddObjectRef(module, "run", capsule) == 0;
     Py_XDECREF(capsule);
     return !added || PyModule_AddFunctions(module, functions) < 0
-                   || add_type(module, &turn_spec, &core->turn_type) < 0 ? -1 : 0;
+                   || type_add(module, &turn_spec, &core->turn_type) < 0 ? -1 : 0;
 }

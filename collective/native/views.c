@@ -137,8 +137,8 @@ static int view_tensor(const struct core *core, const struct dl_exchange *torch,
     view->writable = 1;
     int dtype = view->dtype;
     /* The memory of a tensor that is lazily negated or conjugated does not hold its values. */
-    if (dtype < 0 || (tensor.data == NULL && stride) || (dtype >= FLOAT16 && answers(array, core->is_neg))
-        || ((dtype == COMPLEX64 || dtype == COMPLEX128) && answers(array, core->is_conj)))
+    if (dtype < 0 || (tensor.data == NULL && stride) || (dtype >= FLOAT16 && answers(array, core->names[NAME_IS_NEG]))
+        || ((dtype == COMPLEX64 || dtype == COMPLEX128) && answers(array, core->names[NAME_IS_CONJ])))
         return 0;
     return set_shape(view, tensor.ndim, tensor.shape, (size_t)stride * item_bytes[view->dtype]);
 }
@@ -147,9 +147,14 @@ static int view_tensor(const struct core *core, const struct dl_exchange *torch,
 static const struct dl_exchange *torch_of(const struct core *core, PyObject *array)
 {
     const struct dl_exchange *torch = __atomic_load_n(&core->torch, __ATOMIC_ACQUIRE);
-    PyTypeObject *type = Py_TYPE(array);
+    PyObject *type = (PyObject *)Py_TYPE(array);
     return torch != NULL && (type == core->tensor_types[0] || type == core->tensor_types[1])
                ? torch : NULL;
+}
+
+int is_tensor(const struct core *core, PyObject *array)
+{
+    return torch_of(core, array) != NULL;
 }
 
 int view_array(const struct core *core, PyObject *array, struct view *view)
@@ -173,9 +178,9 @@ int is_result(const struct core *core, PyObject *array)
 {
     if (is_numpy(core, array))
         return 1;
-    PyObject *requires = Py_TYPE(array) == core->tensor_types[0]
-                             ? PyObject_GetAttr(array, core->requires_grad) : NULL;
-    int plain = requires == Py_False && !answers(array, core->is_inference);
+    PyObject *requires = (PyObject *)Py_TYPE(array) == core->tensor_types[0]
+                             ? PyObject_GetAttr(array, core->names[NAME_REQUIRES_GRAD]) : NULL;
+    int plain = requires == Py_False && !answers(array, core->names[NAME_IS_INFERENCE]);
     Py_XDECREF(requires);
     PyErr_Clear();
     return plain;
@@ -186,172 +191,6 @@ int is_there(const struct core *core, const struct view *view)
     struct view now;
     return view_array(core, view->array, &now) && now.address == view->address
            && now.nbytes == view->nbytes;
-}
-
-/* A tensor's storage, which must not be resized as long as this object lives. The module's state has
-   a list of all of them. */
-struct hold {
-    CORE_HEAD
-    PyObject *storage;
-    char *flag; /* of the storage: whether it is resizable */
-    char was;   /* the flag before the first of the holds on this storage */
-    struct hold *next;
-};
-
-static void hold_dealloc(PyObject *object)
-{
-    struct hold *hold = (struct hold *)object;
-    struct core *core = PyModule_GetState(hold->core->module);
-    int others = 0;
-    Py_BEGIN_CRITICAL_SECTION(core->module);
-    struct hold **at = &core->holds;
-    while (*at != NULL) {
-        others += *at != hold && (*at)->flag == hold->flag;
-        if (*at == hold)
-            *at = hold->next;
-        else
-            at = &(*at)->next;
-    }
-    if (hold->flag != NULL && !others)
-        *hold->flag = hold->was;
-    Py_END_CRITICAL_SECTION();
-    Py_XDECREF(hold->storage);
-    free_object(object);
-}
-
-/* Returns an object that keeps a tensor's storage, with its memory. A storage that nobody knows how
-   to keep from being resized is only kept. */
-static PyObject *hold_tensor(const struct core *core, PyObject *tensor)
-{
-    PyObject *storage = PyObject_CallMethodObjArgs(tensor, core->untyped_storage, NULL);
-    if (storage == NULL || core->resizable_at == 0)
-        return storage;
-    struct core *state = PyModule_GetState(core->module);
-    PyObject *address = PyObject_GetAttr(storage, core->name_cdata);
-    char *start = address != NULL ? PyLong_AsVoidPtr(address) : NULL;
-    struct hold *hold = start != NULL ? new_object(core->hold_type) : NULL;
-    Py_XDECREF(address);
-    if (hold == NULL) {
-        Py_DECREF(storage);
-        return NULL;
-    }
-    hold->storage = storage;
-    hold->flag = start + core->resizable_at;
-    Py_BEGIN_CRITICAL_SECTION(core->module);
-    const struct hold *other = core->holds;
-    while (other != NULL && other->flag != hold->flag)
-        other = other->next;
-    hold->was = other != NULL ? other->was : *hold->flag;
-    hold->next = core->holds;
-    state->holds = hold;
-    *hold->flag = 0;
-    Py_END_CRITICAL_SECTION();
-    return (PyObject *)hold;
-}
-
-int is_kept(const struct core *core, PyObject *held, const struct view *view)
-{
-    if (held == NULL || torch_of(core, view->array) == NULL)
-        return is_there(core, view);
-    if (view->nbytes == 0) /* which address a tensor without elements has is not defined */
-        return 1;
-    PyObject *storage = Py_IS_TYPE(held, core->hold_type) ? ((struct hold *)held)->storage : held;
-    PyObject *data = PyObject_CallMethod(storage, "data_ptr", NULL);
-    PyObject *length = data != NULL ? PyObject_CallMethod(storage, "nbytes", NULL) : NULL;
-    const char *start = length != NULL ? PyLong_AsVoidPtr(data) : NULL;
-    size_t nbytes = length != NULL ? PyLong_AsSize_t(length) : 0;
-    Py_XDECREF(data);
-    Py_XDECREF(length);
-    if (PyErr_Occurred()) {
-        PyErr_Clear();
-        return 0;
-    }
-    return start <= view->address && view->address + view->nbytes <= start + nbytes;
-}
-
-/* Holds the memory of NumPy's array, which may be a view of the array that owns the memory. */
-static PyObject *hold_numpy(const struct core *core, PyObject *array)
-{
-    PyObject *owner = Py_NewRef(array), *base = PyObject_GetAttr(owner, core->name_base);
-    while (base != NULL && PyObject_TypeCheck(base, core->ndarray)) {
-        Py_DECREF(owner);
-        owner = base;
-        base = PyObject_GetAttr(owner, core->name_base);
-    }
-    PyObject *held = NULL;
-    if (base == Py_None)
-        held = PyWeakref_NewRef(owner, NULL);
-    else if (base != NULL)
-        held = torch_of(core, base) ? hold_tensor(core, base) : PyMemoryView_FromObject(base);
-    Py_XDECREF(base);
-    Py_DECREF(owner);
-    return held;
-}
-
-PyObject *hold_memory(const struct core *core, PyObject *array)
-{
-    PyObject *held = NULL;
-    if (PyObject_TypeCheck(array, core->ndarray))
-        held = hold_numpy(core, array);
-    else if (torch_of(core, array) != NULL)
-        held = hold_tensor(core, array);
-    if (held == NULL)
-        PyErr_Clear();
-    return held;
-}
-
-/* hold(arrays) */
-static PyObject *hold_arrays(PyObject *module, PyObject *arrays)
-{
-    PyObject *held = NULL;
-    hold_all(PyModule_GetState(module), arrays, &held);
-    return held != NULL ? held : PyList_New(0);
-}
-
-/* Returns the items of a list, tuple or dict as a tuple, which keeps them: to hold an array may run
-   Python code, and that code or another thread may change the structure. Returns NULL for any other
-   object, or with an exception. */
-static PyObject *items_of(PyObject *arrays)
-{
-    if (PyTuple_Check(arrays))
-        return Py_NewRef(arrays);
-    if (PyList_Check(arrays))
-        return PyList_AsTuple(arrays);
-    PyObject *values = PyDict_Check(arrays) ? PyDict_Values(arrays) : NULL;
-    PyObject *items = values ? PyList_AsTuple(values) : NULL;
-    Py_XDECREF(values);
-    return items;
-}
-
-/* As hold_all(), but returns 0 without going on if the structure is nested too deeply. */
-static int hold_each(const struct core *core, PyObject *arrays, PyObject **held)
-{
-    PyObject *items, *holder;
-    int whole = 1;
-    if (Py_EnterRecursiveCall("")) {
-        PyErr_Clear();
-        return 0;
-    }
-    if ((items = items_of(arrays)) != NULL) {
-        for (Py_ssize_t at = 0; whole && at < PyTuple_Size(items); at++)
-            whole = hold_each(core, PyTuple_GetItem(items, at), held);
-        Py_DECREF(items);
-    } else if (!PyErr_Occurred() && (holder = hold_memory(core, arrays)) != NULL) {
-        if (*held == NULL)
-            *held = PyList_New(0);
-        if (*held != NULL)
-            PyList_Append(*held, holder);
-        Py_DECREF(holder);
-    }
-    PyErr_Clear();
-    Py_LeaveRecursiveCall();
-    return whole;
-}
-
-void hold_all(const struct core *core, PyObject *arrays, PyObject **held)
-{
-    /* This fails for a structure that contains itself. Python refuses such a structure later. */
-    (void)hold_each(core, arrays, held);
 }
 
 static PyObject *shape_of(const struct view *view)
@@ -369,8 +208,8 @@ PyObject *new_array(const struct core *core, PyObject *like, const struct view *
 {
     PyObject *shape = shape_of(view), *dtype = NULL, *made = NULL;
     if (shape != NULL && !is_numpy(core, like))
-        made = PyObject_CallMethodObjArgs(like, core->new_empty, shape, NULL);
-    else if (shape != NULL && (dtype = PyObject_GetAttr(like, core->name_dtype)) != NULL)
+        made = PyObject_CallMethodObjArgs(like, core->names[NAME_NEW_EMPTY], shape, NULL);
+    else if (shape != NULL && (dtype = PyObject_GetAttr(like, core->names[NAME_DTYPE])) != NULL)
         made = PyObject_CallFunctionObjArgs(core->empty, shape, dtype, NULL);
     Py_XDECREF(dtype);
     Py_XDECREF(shape);
@@ -391,7 +230,7 @@ PyObject *aligned_array(const struct core *core, PyObject *like, const struct vi
         nbytes *= (size_t)view->shape[i];
     if (nbytes <= COPIED_BYTES)
         return new_array(core, like, view);
-    PyObject *shape = shape_of(view), *dtype = PyObject_GetAttr(like, core->name_dtype);
+    PyObject *shape = shape_of(view), *dtype = PyObject_GetAttr(like, core->names[NAME_DTYPE]);
     PyObject *room = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(nbytes + ALIGNMENT));
     PyObject *made = NULL;
     if (shape != NULL && dtype != NULL && room != NULL) {
@@ -420,7 +259,7 @@ static PyObject *see_tensors(PyObject *module, PyObject *args)
     Py_BEGIN_CRITICAL_SECTION(module);
     if (core->torch == NULL && found->major == 1 && found->tensor_from_object != NULL) {
         for (int i = 0; i < 2; i++)
-            core->tensor_types[i] = (PyTypeObject *)Py_NewRef(types[i]);
+            core->tensor_types[i] = Py_NewRef(types[i]);
         core->resizable_at = resizable_at;
         __atomic_store_n(&core->torch, found, __ATOMIC_RELEASE);
     }
@@ -496,19 +335,10 @@ static PyObject *see_array(PyObject *module, PyObject *array)
                          view.writable ? Py_True : Py_False);
 }
 
-static PyType_Slot hold_slots[] = {{Py_tp_dealloc, hold_dealloc}, {0, NULL}};
-
-static PyType_Spec hold_spec = {
-    "collective.native._core.Hold", sizeof(struct hold), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, hold_slots};
-
 static PyMethodDef functions[] = {
     {"see_tensors", see_tensors, METH_VARARGS,
      "see_tensors(exchange_api, Tensor, Parameter, resizable_at, /)\n--\n\n"
      "Let C view tensors of exactly these classes, too."},
-    {"hold", hold_arrays, METH_O,
-     "hold(arrays, /)\n--\n\n"
-     "Return a list that keeps the memory of all arrays in a structure; see memory/holding.py."},
     {"see_frozen", see_frozen, METH_VARARGS,
      "see_frozen(type, read, wrap, place, /)\n--\n\n"
      "Let C make calls on arrays of exactly this class, which never change."},
@@ -552,17 +382,7 @@ int add_views(PyObject *module, struct core *core)
     if (found)
         find_descrs(core, numpy); /* clears errors */
     Py_XDECREF(numpy);
-    if (!found
-        || (core->is_neg = PyUnicode_InternFromString("is_neg")) == NULL
-        || (core->is_conj = PyUnicode_InternFromString("is_conj")) == NULL
-        || (core->new_empty = PyUnicode_InternFromString("new_empty")) == NULL
-        || (core->name_dtype = PyUnicode_InternFromString("dtype")) == NULL
-        || (core->name_base = PyUnicode_InternFromString("base")) == NULL
-        || (core->untyped_storage = PyUnicode_InternFromString("untyped_storage")) == NULL
-        || (core->name_cdata = PyUnicode_InternFromString("_cdata")) == NULL
-        || (core->requires_grad = PyUnicode_InternFromString("requires_grad")) == NULL
-        || (core->is_inference = PyUnicode_InternFromString("is_inference")) == NULL
-        || add_type(module, &hold_spec, &core->hold_type) < 0)
+    if (!found)
         return -1;
     return PyModule_AddFunctions(module, functions);
 }

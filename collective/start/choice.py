@@ -17,8 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from collective.contract import registry
-from collective.errors import BackendUnavailableError, ConfigError
+from collective.errors import ConfigError
 
 from .config import Config
 from .keys import by_device
@@ -26,6 +25,8 @@ from .launchers import MPI_LAUNCHERS
 
 __all__ = ["Choice", "across", "choose", "gpus", "in_mpi_world", "installed", "options"]
 
+#: Directory in which the system lists its devices.
+DEVICES = Path("/dev")
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -56,18 +57,12 @@ class Choice(NamedTuple):
         return crossing == "mpi"
 
 
-class DeviceFiles:
-    """Directory in which the system lists its devices; tests replace it."""
-
-    dev = Path("/dev")
-
-
 def choose(settled: Config, host: str = "") -> Choice:
     """Return the transport that the settings select; ``"auto"`` takes the closest one that works.
 
     A single rank needs no transport (``threads``), and ranks of one host share memory (``shm``).
     Ranks of several hosts use ``mpi`` if they are an MPI world and mpi4py is installed, and
-    otherwise ``gloo``. ``hierarchical`` combines that transport with shared memory, except if
+    otherwise ``tcp``. ``hierarchical`` combines that transport with shared memory, except if
     every host has one rank and all ranks know this. If there are several ranks, NCCL is installed
     and each rank has a GPU, the choice is ``nccl``, and the transport above serves the arrays in
     the host's memory. ``"cpu:shm,cuda:nccl"`` names one transport for each device.
@@ -77,13 +72,12 @@ def choose(settled: Config, host: str = "") -> Choice:
             ``"threads"`` for ranks that are threads, ``"mpi"`` for the ranks of an ``MPI.Comm``.
 
     Raises:
-        BackendUnavailableError: the backend is ``auto``, the ranks are on several hosts, and no
-            transport between hosts is installed. The text shows the install commands.
         ConfigError: a list by device has no transport for the CPU, or its transport for the GPU
             cannot be combined with the one for the CPU.
     """
+    general = options(settled, host)
     picked = _picked(settled, host)
-    return picked._replace(options={**options(settled, host), **picked.options})
+    return picked._replace(options={**general, **picked.options})
 
 
 def options(settled: Config, host: str = "") -> dict[str, str]:
@@ -95,8 +89,7 @@ def options(settled: Config, host: str = "") -> dict[str, str]:
     """
     of_comm = host == "mpi" and settled.across == "auto"
     values = {
-        "shm_single_copy": settled.shm_single_copy,
-        "shm_adopt": settled.shm_adopt,
+        "disable": settled.disable,
         "interface": settled.interface,
         "across": "mpi" if of_comm else across(settled),
     }
@@ -113,13 +106,13 @@ def _picked(settled: Config, host: str) -> Choice:
     if not named:
         if settled.backend == "auto":
             return _with_gpus(settled, _host(settled, host))
-        origin = settled.origin("backend")
+        origin = settled.origins["backend"]
         named, devices = {"cpu": settled.backend}, "cuda"
         if settled.backend == "nccl":
             named = {"cpu": "auto", "cuda": "nccl"}
     else:
-        origin, devices = f"{settled.origin('backend')}, {settled.backend!r}", "cpu,cuda"
-        _check(settled.backend, settled.origin("backend"), named)
+        origin, devices = f"{settled.origins['backend']}, {settled.backend!r}", "cpu,cuda"
+        _check(settled.backend, settled.origins["backend"], named)
     cpu, cuda = named["cpu"], named.get("cuda", "")
     below = _host(settled, host) if cpu == "auto" else Choice(cpu, f"asked for by name ({origin})")
     if cuda == "auto":
@@ -135,9 +128,7 @@ def _picked(settled: Config, host: str) -> Choice:
 def gpus() -> int:
     """Return how many NVIDIA GPUs this process sees, by device files and CUDA_VISIBLE_DEVICES."""
     try:
-        total = sum(
-            bool(re.fullmatch(r"nvidia\d+", entry)) for entry in os.listdir(DeviceFiles.dev)
-        )
+        total = sum(bool(re.fullmatch(r"nvidia\d+", entry)) for entry in os.listdir(DEVICES))
     except OSError:
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -160,7 +151,7 @@ def across(settled: Config) -> str:
     """Return the transport between the hosts under ``hierarchical``."""
     if settled.across != "auto":
         return settled.across
-    return "mpi" if in_mpi_world(settled) and installed("mpi4py") else "gloo"
+    return "mpi" if in_mpi_world(settled) and installed("mpi4py") else "tcp"
 
 
 def in_mpi_world(settled: Config) -> bool:
@@ -237,14 +228,12 @@ def _across_hosts(settled: Config) -> Choice:
     where = f"{settled.size} ranks on several hosts, {settled.local_size} of them on this one"
     if crossing == "mpi":
         why = "they are an MPI world, and mpi4py is installed"
-    elif crossing == "gloo":
-        why = "PyTorch is installed, which brings Gloo"
+    elif settled.across == "auto":
+        why = "it needs nothing but a network"
         if in_mpi_world(settled):
-            why += " (mpi4py is not)"
-        if not installed("torch"):
-            raise _nothing(settled, where)
+            why += ", and mpi4py is not installed"
     else:
-        why = f"asked for by name ({settled.origin('across')})"
+        why = f"asked for by name ({settled.origins['across']})"
     hosts = _hosts(settled)
     if hosts == settled.size:
         return Choice(crossing, f"{where}, one on each; {crossing}: {why}")
@@ -264,12 +253,3 @@ def _hosts(settled: Config) -> int | None:
     if launched is None or (launched.rank, launched.size) != (settled.rank, settled.size):
         return None
     return launched.hosts
-
-
-def _nothing(settled: Config, where: str) -> BackendUnavailableError:
-    gloo, mpi = (registry.BUILT_IN[name].install for name in ("gloo", "mpi"))
-    under_mpi = "" if in_mpi_world(settled) else ", and start the ranks with mpiexec"
-    return BackendUnavailableError(
-        f"init: backend 'auto' with {where}; no transport between hosts is installed. For gloo: "
-        f"`{gloo}`; for mpi: `{mpi}`{under_mpi}. Or start all ranks on one host."
-    )

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from collective import native
-from collective.contract.secret import Secret
+from collective.control.secret import Secret
 from collective.errors import ConfigError
 
 from . import config_file
-from .keys import KEYS, Value, is_address
+from .keys import FORMER, KEYS, LAUNCH, Value, is_address
 from .launchers import Launched, detect
 
 __all__ = [
@@ -41,6 +41,8 @@ __all__ = [
 ]
 
 _PREFIX = "COLLECTIVE_"
+# Variable in which `collective run` tells its ranks what no user sets.
+_LAUNCH = "COLLECTIVE_LAUNCH"
 # Least likeness of two names, by difflib, for one to be a misspelling of the other.
 _LIKENESS = 0.5
 # The settings that identify this rank.
@@ -56,11 +58,15 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The settings of one :func:`load`, as attributes; :data:`~.keys.KEYS` describes them.
+    """The settings of one :func:`load`, as attributes.
+
+    :data:`~.keys.KEYS` and :data:`~.keys.LAUNCH` describe them.
 
     Attributes:
         launched: the launcher's description of this process, or None without a launcher.
         refused: settings files that were not trusted, each with the reason.
+        origins: where each value came from: ``"argument"``, ``"environment COLLECTIVE_TIMEOUT"``,
+            ``"file /home/me/job/collective.toml"``, ``"launcher torchrun"`` or ``"default"``.
     """
 
     backend: str
@@ -73,60 +79,29 @@ class Config:
     shrink_grace: float
     min_ranks: int
     join: str
-    grow: str
-    restart: int
     check: str
     store: str | None
-    store_server: str
     interface: str
+    port: str
     across: str
-    dump_signal: str
     trace: str
-    shm_single_copy: str
-    shm_adopt: str
-    native: str
+    disable: str
     device: int | None
     nccl_library: str
     cuda_library: str
-    secret: Secret | None
-    secret_file: str
-    insecure: str
-    tls_cert: str
-    tls_key: str
-    tls_ca: str
+    secret: Secret | str | None
+    tls: str
+    restart: int
+    grow: str
+    store_server: str
     launched: Launched | None
     refused: Mapping[Path, str]
-    _origins: Mapping[str, str]
-
-    def origin(self, key: str) -> str:
-        """Return where the value of ``key`` came from.
-
-        Returns:
-            ``"argument"``, ``"environment COLLECTIVE_TIMEOUT"``,
-            ``"file /home/me/job/collective.toml"``, ``"launcher torchrun"``,
-            ``"default"``.
-        """
-        return self._origins[key]
+    origins: Mapping[str, str]
 
     def shown(self, key: str) -> str | int | float | None:
         """Return the value of ``key`` for display: a secret is shown as ``"set"``."""
         value = getattr(self, key)
         return str(value) if KEYS[key].hidden and value is not None else value
-
-    def resolved_secret(self, *context: str) -> Secret | None:
-        """Return the job's secret, from ``secret`` or else ``secret_file``; None without either.
-
-        Args:
-            context: if given, what the ranks of one meeting share with no other. The result is
-                the secret of this meeting.
-
-        Raises:
-            ConfigError: the secret file is not trusted, missing, or has a wrong length.
-        """
-        secret = self.secret
-        if secret is None and self.secret_file:
-            secret = config_file.read_secret(self.secret_file, self.origin("secret_file"))
-        return secret.within(*context) if secret is not None and context else secret
 
     def name_libraries(self) -> None:
         """Apply the settings of libraries and of the native core to this whole process.
@@ -138,13 +113,23 @@ class Config:
         for key in ("cuda_library", "nccl_library"):
             if getattr(self, key):
                 os.environ[_variable(key)] = getattr(self, key)
-        if self.origin("native") != "default":
-            native.switch(self.native == "on")
+        if self.origins["disable"] != "default":
+            native.switch("native" not in self.disable)
 
     def of_communicator(self) -> dict[str, Any]:
         """Return the settings that :func:`collective.connect` takes, except ``start_timeout``."""
         keys = "timeout", "check", "trace", "shrink_grace", "min_ranks"
         return {key: getattr(self, key) for key in keys}
+
+    def shared(self) -> str:
+        """Return what the ranks that these settings describe share, such as the name of a launch.
+
+        Each of these ranks is one process. The result is empty if nothing tells them from others.
+        """
+        if self.store is None and self.launched is not None:
+            numbers = self.launched.rank, self.launched.size
+            return (self.launched.job or "") if numbers == (self.rank, self.size) else ""
+        return self.store or ""
 
     def warn_of_refused(self) -> None:
         """Warn about each file that was not trusted, on one rank of each host.
@@ -199,8 +184,11 @@ def load(arguments: Mapping[str, object]) -> Config:
             for local in ("local_rank", "local_size", "store"):
                 if local in found and found[local].origin == f"environment {_variable(local)}":
                     del found[local]
-    for name, key in KEYS.items():
-        found.setdefault(name, Setting(key.default, "default"))
+    found.update(_of_launch(os.environ.get(_LAUNCH, "")))
+    defaults = {name: key.default for name, key in KEYS.items()}
+    defaults.update((name, default) for name, (default, _) in LAUNCH.items())
+    for name, default in defaults.items():
+        found.setdefault(name, Setting(default, "default"))
     for local, of_all in (("local_rank", "rank"), ("local_size", "size")):
         if found[local].value is None:
             found[local] = Setting(found[of_all].value, "default")
@@ -210,7 +198,7 @@ def load(arguments: Mapping[str, object]) -> Config:
         **{name: setting.value for name, setting in found.items()},
         launched=launched,
         refused=file.refused,
-        _origins={name: setting.origin for name, setting in found.items()},
+        origins={name: setting.origin for name, setting in found.items()},
     )
 
 
@@ -234,7 +222,7 @@ def settings(
         {
             name[len(_PREFIX) :].lower(): Setting(value, f"environment {name}")
             for name, value in os.environ.items()
-            if name.startswith(_PREFIX) and value
+            if name.startswith(_PREFIX) and name != _LAUNCH and value
         },
     ]
     found: dict[str, Setting] = {}
@@ -255,6 +243,18 @@ def _variable(key: str) -> str:
     return _PREFIX + key.upper()
 
 
+def _of_launch(text: str) -> dict[str, Setting]:
+    """Return the settings in the variable of the launcher, such as ``restart=2,grow=on``."""
+    origin = f"environment {_LAUNCH}"
+    try:
+        parts = dict(part.split("=") for part in text.split(",") if part)
+        return {name: Setting(LAUNCH[name][1](parts[name]), origin) for name in parts}
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(
+            f"{_LAUNCH}: {text!r} ({origin}); only `collective run` sets this variable. Unset it."
+        ) from None
+
+
 def _parse(name: str, setting: Setting) -> Value:
     key = KEYS.get(name)
     spelt: Callable[[str], str] = str
@@ -263,6 +263,8 @@ def _parse(name: str, setting: Setting) -> Value:
         spelt = _variable
         written = setting.origin.removeprefix("environment ")
     if key is None or written != spelt(name):  # COLLECTIVE_timeout is not COLLECTIVE_TIMEOUT
+        if name in FORMER:
+            raise ConfigError(f"{written} ({setting.origin}): this is now {FORMER[name]}.")
         near = difflib.get_close_matches(name, KEYS, n=1, cutoff=_LIKENESS)
         nearest = f"; the nearest is {spelt(near[0])}" if near else ""
         raise ConfigError(
@@ -280,9 +282,11 @@ def _parse(name: str, setting: Setting) -> Value:
 
 def _of_file(key: str, value: Any, file: config_file.Found) -> Setting:
     assert file.path is not None
+    if key == "secret" and isinstance(value, str) and value.startswith("file:"):
+        value = f"file:{file.path.parent / os.path.expanduser(value.removeprefix('file:'))}"
     if isinstance(value, str) and (
         (key == "store" and not is_address(value))
-        or key in ("trace", "secret_file", "tls_cert", "tls_key", "tls_ca")
+        or key in ("trace", "tls")
         or (key in ("nccl_library", "cuda_library") and "/" in value)
     ):
         value = file.path.parent / os.path.expanduser(value)  # relative to the settings file

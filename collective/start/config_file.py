@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from collective.contract.secret import LEAST_BYTES, REMEDY, Secret
+from collective.control.secret import LEAST_BYTES, REMEDY, Secret
 from collective.errors import ConfigError
 
 __all__ = ["Found", "distrust", "find", "private_bytes", "read_secret"]
@@ -247,16 +247,16 @@ def read_secret(path: str, origin: str) -> Secret:
 
     Args:
         path: path of the file.
-        origin: source of the setting ``secret_file``.
+        origin: source of the setting ``secret``.
 
     Raises:
         ConfigError: the file is missing, too short or too long, or other users can read it.
     """
-    content = private_bytes("secret_file", path, origin)
+    content = private_bytes("secret", path, origin)
     value = content.removesuffix(b"\n").removesuffix(b"\r")
     if not LEAST_BYTES <= len(value) <= _MOST_BYTES:
         raise ConfigError(
-            f"secret_file: {path!r} ({origin}): it has {len(value)} bytes; it must have "
+            f"secret: {path!r} ({origin}): it has {len(value)} bytes; it must have "
             f"{LEAST_BYTES} to {_MOST_BYTES}. {REMEDY}."
         )
     return Secret(value)

@@ -19,13 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from collective.communicator import Communicator
 from collective.contract import registry
 from collective.contract.backend import Backend
-from collective.contract.store import Store, WatchedStore
 from collective.contract.world import World
+from collective.control.store import Store, WatchedStore
 from collective.deadline import Deadline
 from collective.errors import ConfigError, PeerFailedError, RendezvousError
 from collective.generations.lineage import OF_PEERS, Lineage
@@ -84,31 +84,14 @@ def connect(
         UnsupportedError: ``check="results"`` with a transport that enqueues calls on GPUs.
         ConfigError: the trace of some rank cannot be written; raised on every rank.
     """
-    common: dict[str, Any] = {
-        "timeout": timeout, "check": check, "trace": trace, "shrink_grace": shrink_grace,
-        "min_ranks": min_ranks,
-    }  # fmt: skip
-    if not join:
-        return _connected(world, backend, start_timeout, **common)
     kind = registry.find(backend) if isinstance(backend, str) else backend
-    alone = connect_alone(world, partial(joined_by, kind), **common)
-    with contextlib.closing(alone):
-        return alone.grow(timeout=start_timeout)
-
-
-def _connected(
-    world: World,
-    backend: str | type[Backend],
-    start_timeout: float,
-    *,
-    timeout: float,
-    check: str,
-    trace: str,
-    shrink_grace: float,
-    min_ranks: int,
-) -> Communicator:
-    """Connect the ranks of ``world``; see :func:`connect`."""
-    kind = registry.find(backend) if isinstance(backend, str) else backend
+    if join:
+        alone = connect_alone(
+            world, partial(joined_by, kind), timeout=timeout, check=check, trace=trace,
+            shrink_grace=shrink_grace, min_ranks=min_ranks,
+        )  # fmt: skip
+        with contextlib.closing(alone):
+            return alone.grow(timeout=start_timeout)
     deadline = Deadline(start_timeout)
     if world.launcher == "collective":
         transport, world = met(kind, world, deadline)
@@ -121,6 +104,9 @@ def _connected(
             transport, lineage=lineage, local_rank=world.local_rank, local_size=world.local_size,
             host=world.host, timeout=timeout, check=check, open_to_others=world.open,
         )  # fmt: skip
+        if (lasting := lineage.root.store) is not world.store:
+            # The transport has made it, so whoever opened the world's store cannot close it.
+            comm.inner.succession.at_end.append(lasting.close)
         undo.pop_all()
         if trace:
             # Imported here, so that programs without a trace run no code of it.
@@ -156,7 +142,7 @@ def connect_alone(
     comm = connect(
         alone, "threads", timeout=timeout, check=check, trace=trace, shrink_grace=shrink_grace,
     )  # fmt: skip
-    comm.succession.joiner = Joiner(world, find, shrink_grace, min_ranks)
+    comm.inner.succession.joiner = Joiner(world, find, shrink_grace, min_ranks)
     return comm
 
 

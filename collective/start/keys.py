@@ -1,4 +1,8 @@
-"""List of all settings: :data:`KEYS`, each with its default and its allowed values."""
+"""List of all settings: :data:`KEYS`, each with its default and its allowed values.
+
+``collective run`` tells its ranks what no user sets in one variable, ``COLLECTIVE_LAUNCH``, such as
+``restart=2,grow=on``. :data:`LAUNCH` lists its parts.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,22 @@ import math
 import operator
 import os
 import re
-import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from collective.contract.secret import Secret, parse
+from collective.control.ports import Ports
+from collective.control.secret import Secret, parse
 
 from . import rendezvous
 
-__all__ = ["KEYS", "Key", "Value", "by_device", "is_address"]
+__all__ = ["FORMER", "KEYS", "LAUNCH", "NO_SECRET", "Key", "Value", "by_device", "is_address"]
 
-_SIGNALS = frozenset(member.name for member in signal.Signals)
+#: Value of ``secret`` for a job that has none, without the warning.
+NO_SECRET = "none"
+# What ``disable`` can switch off.
+_PARTS = ("dump_signal", "native", "shm_adopt", "shm_single_copy")
 _HOST_AND_PORT = re.compile(r"[^/]+:[0-9]+")
 
 
@@ -105,10 +112,10 @@ def _check(value: Any) -> str:
     return str(value)
 
 
-def _signal(value: Any) -> str:
-    if value != "none" and (value in ("SIGKILL", "SIGSTOP") or value not in _SIGNALS):
-        raise ValueError
-    return str(value)
+def _ports(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise TypeError
+    return str(Ports.parse(str(value)))
 
 
 def _library(value: Any) -> str:
@@ -125,6 +132,23 @@ def _directory(value: Any) -> str:
     if not isinstance(path, str) or not path.strip():
         raise TypeError
     return os.path.abspath(os.path.expanduser(path))
+
+
+def _disabled(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    parts = {part.strip() for part in value.split(",")} - {""}
+    if not parts <= set(_PARTS):
+        raise ValueError
+    return ",".join(sorted(parts))
+
+
+def _secret(value: Any) -> Secret | str:
+    if value == NO_SECRET:
+        return NO_SECRET
+    if isinstance(value, str) and value.startswith("file:"):
+        return f"file:{_directory(value.removeprefix('file:'))}"
+    return parse(value)
 
 
 def is_address(store: str) -> bool:
@@ -222,19 +246,6 @@ KEYS: Mapping[str, Key] = {
         "rank",
         _join,
     ),
-    "grow": Key(
-        "off",
-        "'on' or 'off'",
-        "whether elastic training checks at each commit for processes that want to join "
-        "(`collective run --replace` sets it)",
-        _switch,
-    ),
-    "restart": Key(
-        0,
-        "an integer >= 0",
-        "how often `collective run --max-restarts` has started the ranks again",
-        _integer(0),
-    ),
     "check": Key(
         "auto",
         "'auto', 'always', 'never', 'results', or 'results:10' for every tenth call",
@@ -250,13 +261,6 @@ KEYS: Mapping[str, Key] = {
         _meeting_place,
         _writes_files,
     ),
-    "store_server": Key(
-        "rank",
-        "'rank' or 'launcher'",
-        "which process serves a store at an address: rank 0, or the launcher, as "
-        "`collective run --hosts` sets it",
-        _one_of("rank", "launcher"),
-    ),
     "interface": Key(
         "",
         "the name of a network interface, such as 'eth0'",
@@ -264,19 +268,20 @@ KEYS: Mapping[str, Key] = {
         "other hosts)",
         _word,
     ),
+    "port": Key(
+        "",
+        "a port such as 29600, or a range such as '29600-29663'",
+        "the ports at which ranks listen for others, the same on all ranks, for a firewall "
+        "(default: any free ports)",
+        _ports,
+    ),
     "across": Key(
         "auto",
-        "the name of a transport, such as 'gloo', or 'auto'",
+        "the name of a transport, such as 'tcp', or 'auto'",
         "the transport between hosts under backend 'hierarchical' (auto: mpi under mpiexec, else "
-        "gloo)",
+        "tcp)",
         _word,
         _may_load_code,
-    ),
-    "dump_signal": Key(
-        "SIGUSR2",
-        "the name of a signal, such as 'SIGUSR2', or 'none'",
-        "the signal on which a process prints its flight recorder",
-        _signal,
     ),
     "trace": Key(
         "",
@@ -285,23 +290,15 @@ KEYS: Mapping[str, Key] = {
         _directory,
         _writes_files,
     ),
-    "shm_single_copy": Key(
-        "on",
-        "'on' or 'off'",
-        "whether shm reads ordinary memory of its peers directly, if the system allows it",
-        _one_of("on", "off"),
-    ),
-    "shm_adopt": Key(
-        "on",
-        "'on' or 'off'",
-        "whether shm moves a framework's memory, such as DDP's buckets, into shared memory",
-        _one_of("on", "off"),
-    ),
-    "native": Key(
-        "on",
-        "'on' or 'off'",
-        "whether the native core is used if it has been built (see `collective doctor`)",
-        _one_of("on", "off"),
+    "disable": Key(
+        "",
+        "a list of 'dump_signal', 'native', 'shm_adopt' and 'shm_single_copy', such as "
+        "'native,shm_adopt'",
+        "parts to switch off, for example while searching for an error: dump_signal, printing the "
+        "flight recorder on SIGUSR2; native, the native core; shm_adopt, moving a framework's "
+        "memory, such as DDP's buckets, into shared memory; shm_single_copy, reading ordinary "
+        "memory of the peers directly",
+        _disabled,
     ),
     "device": Key(
         None,
@@ -326,32 +323,46 @@ KEYS: Mapping[str, Key] = {
     ),
     "secret": Key(
         None,
-        "at least 16 bytes, such as the text that `openssl rand -hex 32` prints",
-        "secret that only the ranks of this job know (`collective run` makes one)",
-        parse,
+        "at least 16 bytes, such as the text that `openssl rand -hex 32` prints; or 'file:' and "
+        "the path of a file of mode 0600 with them; or 'none'",
+        "secret that only the ranks of this job know (`collective run` makes one); none omits the "
+        "warning if ranks of several hosts have no secret",
+        _secret,
         _opens_the_job,
         hidden=True,
     ),
-    "secret_file": Key(
+    "tls": Key(
         "",
-        "a file of mode 0600",
-        "the file that holds the secret, if COLLECTIVE_SECRET is not set",
+        "a directory with tls.crt, tls.key and ca.crt, which are PEM files",
+        "this host's certificate, its private key, and the certificate of the authority that "
+        "signed the certificates of all hosts: with them, the hub and the store use TLS",
         _directory,
         _opens_the_job,
     ),
-    "insecure": Key(
-        "off",
-        "'on' or 'off'",
-        "whether to omit the warning if ranks of several hosts have no secret",
-        _switch,
-        _opens_the_job,
-    ),
+}
+
+#: Parts of ``COLLECTIVE_LAUNCH``, which only ``collective run`` sets: default and parser of each.
+LAUNCH: Mapping[str, tuple[str | int, Callable[[Any], Value]]] = {
+    # How often `collective run --max-restarts` has started the ranks again.
+    "restart": (0, _integer(0)),
+    # Whether elastic training checks at each commit for processes that want to join.
+    "grow": ("off", _switch),
+    # Which process serves a store at an address: rank 0, or the launcher.
+    "store_server": ("rank", _one_of("rank", "launcher")),
+}
+
+_ONLY_LAUNCHERS = "set by `collective run` alone, as a part of COLLECTIVE_LAUNCH"
+#: Former settings, and what each has become.
+FORMER: Mapping[str, str] = {
+    **{part: f"the value {part!r} of the setting disable" for part in _PARTS},
+    **dict.fromkeys(("restart", "store_server"), _ONLY_LAUNCHERS),
+    "grow": f"{_ONLY_LAUNCHERS}. In a program, write elastic.generations(..., grow=True)",
+    "dump_signal": "the value 'dump_signal' of the setting disable, for no signal. For another "
+    "signal than SIGUSR2, have a handler of the program print collective.flight_recorder()",
+    "secret_file": "a value of the setting secret: 'file:' and the path",
+    "insecure": f"the value {NO_SECRET!r} of the setting secret",
     **{
-        f"tls_{kind}": Key("", "a PEM file", doc, _directory, _opens_the_job)
-        for kind, doc in {
-            "cert": "this host's certificate: with it, the hub and the store use TLS",
-            "key": "the private key of tls_cert",
-            "ca": "the certificate of the authority that signed the certificates of all hosts",
-        }.items()
+        f"tls_{kind}": f"the file {file} in the directory that the setting tls names"
+        for kind, file in {"cert": "tls.crt", "key": "tls.key", "ca": "ca.crt"}.items()
     },
 }

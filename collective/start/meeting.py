@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from collective.communicator import Communicator
 from collective.contract.recorder import dump_on_signal
-from collective.contract.store import PrefixedStore, Store
+from collective.control.store import PrefixedStore, Store
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 from collective.platform import boot_id
@@ -71,7 +71,7 @@ def connect_met(
     Args:
         store: store of the framework whose keys are those of ranks that meet here.
         rank, size: number of this process, and of processes.
-        context: as for :meth:`.Config.resolved_secret`.
+        context: as for :func:`.certificates.resolve`.
         toward: function that returns an address that all hosts reach, for the choice of this
             host's address; or None.
         label: what this process is, for errors.
@@ -87,7 +87,7 @@ def connect_met(
         ConfigError, BackendUnavailableError: as for :func:`collective.init`.
     """
     config = load({"rank": rank, "size": size, "local_rank": 0, "local_size": 1, **settings})
-    secret = config.resolved_secret(*context)
+    secret, tls = certificates.resolve(config, *context)
     with contextlib.ExitStack() as opened:
         if place is not None:
             opened.callback(session.take_place(place[0], rank, size, place[1], config.launched))
@@ -104,15 +104,16 @@ def connect_met(
             needs_address = local_size < size and not config.interface
             world = describe(
                 config, chosen, job, seal(PrefixedStore(store, f"{job}/"), secret),
-                secret=secret, tls=certificates.resolve(config), launched=config.launched,
+                secret=secret, tls=tls, launched=config.launched,
                 toward=toward(config) if needs_address else None, exposed=str(store),
             )  # fmt: skip
             comm = connect(
                 world, chosen.name, start_timeout=config.start_timeout, **config.of_communicator()
             )
-        comm.succession.at_end.append(opened.pop_all().close)
+        comm.inner.succession.at_end.append(opened.pop_all().close)
     session.tell_at_exit(comm)
-    dump_on_signal(config.dump_signal)
+    if "dump_signal" not in config.disable:
+        dump_on_signal()
     return comm
 
 

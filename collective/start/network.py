@@ -177,16 +177,10 @@ def _is_link_local(address: str) -> bool:
 
 
 class _Address(ctypes.Structure):
-    """First fields of struct sockaddr_in and sockaddr_in6.
-
-    The family has 16 bits on Linux. On BSD systems its place is taken by the length of the
-    structure and by the family, of 8 bits each. Families are below 256, so one of the two bytes
-    is 0 on Linux.
-    """
+    """First fields of struct sockaddr_in and sockaddr_in6."""
 
     _fields_ = (
-        ("first", ctypes.c_ubyte),
-        ("second", ctypes.c_ubyte),
+        ("family", ctypes.c_ushort),
         ("port", ctypes.c_ushort),
         ("inet", ctypes.c_ubyte * 4),  # in sockaddr_in6 this is the flow label
         ("inet6", ctypes.c_ubyte * 16),
@@ -226,9 +220,8 @@ def _text(pointer: ctypes._Pointer[_Address]) -> str:
     if not pointer:
         return ""
     address = pointer.contents
-    family = address.second or address.first
-    if family == socket.AF_INET:
+    if address.family == socket.AF_INET:
         return socket.inet_ntop(socket.AF_INET, bytes(address.inet))
-    if family == socket.AF_INET6:
+    if address.family == socket.AF_INET6:
         return socket.inet_ntop(socket.AF_INET6, bytes(address.inet6))
     return ""

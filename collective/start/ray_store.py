@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from collective.contract.store import Store
+from collective.control.store import Store
 from collective.errors import RendezvousError
 
 __all__ = ["RayStore"]
@@ -54,11 +54,9 @@ class RayStore(Store):
     def delete(self, key: str) -> None:
         self._ask("delete", key, self._kv._internal_kv_del)
 
-    def delete_all(self, prefix: str = "") -> None:
-        """Forget all keys that begin with ``prefix``."""
-        self._ask(
-            "delete", prefix, lambda name: self._kv._internal_kv_del(name, del_by_prefix=True)
-        )
+    def delete_all(self) -> None:
+        """Forget all keys."""
+        self._ask("delete", "", lambda name: self._kv._internal_kv_del(name, del_by_prefix=True))
 
     def _ask(self, what: str, key: str, call: Callable[[bytes], Any]) -> Any:
         try:

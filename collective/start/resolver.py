@@ -11,9 +11,11 @@ import warnings
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from collective.contract.secret import REMEDY, Secret
-from collective.contract.store import PrefixedStore, Store
-from collective.contract.world import Tls, World
+from collective.contract.world import World
+from collective.control.link import Tls, listen
+from collective.control.ports import Ports
+from collective.control.secret import REMEDY, Secret
+from collective.control.store import PrefixedStore, Store
 from collective.deadline import Deadline
 from collective.errors import ConfigError, RendezvousError
 from collective.install import hint
@@ -21,6 +23,7 @@ from collective.install import hint
 from . import certificates, choice
 from .choice import Choice
 from .config import Config
+from .keys import NO_SECRET
 from .launchers import MPI_LAUNCHERS, Launched
 from .network import address_of, address_toward, is_loopback, own_address
 from .rendezvous import Endpoint, from_environment, from_url
@@ -29,7 +32,7 @@ from .stores import FileStore, LateStore, seal
 from .tcp_store import TcpStore
 
 __all__ = [
-    "adopt", "build", "describe", "of_run", "own_address_toward",
+    "adopt", "build", "describe", "listen_toward", "of_run",
 ]  # fmt: skip
 
 
@@ -63,8 +66,7 @@ def build(config: Config, chosen: Choice) -> World:
     # agent may outlive a launch, so the launches that use the server need different names.
     by_name = config.launched is not None and config.launched.launcher in ("torchrun", "slurm")
     name = str(config.launched.job) if config.launched and by_name else _BY_HAND
-    secret = config.resolved_secret(name)
-    tls = certificates.resolve(config)
+    secret, tls = certificates.resolve(config, name)
     spans_hosts = config.store is None and config.local_size < config.size
     over_mpi = spans_hosts and _meets_over_mpi(config, chosen)
     by_mpi = over_mpi and choice.installed("mpi4py")
@@ -131,14 +133,14 @@ def describe(
 
     Warns:
         RuntimeWarning: ranks of several hosts meet at ``exposed`` without a secret, and
-            ``insecure`` is off; the text gives the remedy. Only rank 0 warns.
+            ``secret`` is not "none"; the text gives the remedy. Only rank 0 warns.
     """
     is_open = secret is None and bool(exposed) and config.local_size < config.size
-    if is_open and config.rank == 0 and config.insecure == "off":
+    if is_open and config.rank == 0 and config.secret != NO_SECRET:
         warnings.warn(
             f"rendezvous: the ranks of several hosts meet at {exposed} "
             f"without a secret; anybody who can connect there can join this job, or end it. "
-            f"{REMEDY}; or set COLLECTIVE_INSECURE=1 to accept this and omit the warning.",
+            f"{REMEDY}; or set COLLECTIVE_SECRET=none to accept this and omit the warning.",
             RuntimeWarning,
             stacklevel=5,
         )
@@ -146,7 +148,7 @@ def describe(
         config.rank, config.size, config.local_rank, config.local_size, socket.gethostname(),
         launched.launcher if launched else "none", job, store,
         chosen.options, _address(config, toward),
-        secret=secret, open=is_open, tls=tls,
+        ports=_ports(config.port), secret=secret, open=is_open, tls=tls,
     )  # fmt: skip
 
 
@@ -164,10 +166,10 @@ def adopt(comm: Any, config: Config, chosen: Choice, world: World) -> World:
         chosen: the transport.
         world: world that :func:`collective.start.mpi_world.world_of` returned for ``comm``.
     """
-    secret = config.resolved_secret(world.job)
+    secret, tls = certificates.resolve(config, world.job)
     return replace(
         world, comm=comm, options=chosen.options, address=_address(config, None),
-        store=seal(world.store, secret), secret=secret, tls=certificates.resolve(config),
+        ports=_ports(config.port), store=seal(world.store, secret), secret=secret, tls=tls,
     )  # fmt: skip
 
 
@@ -184,11 +186,11 @@ def _endpoint(config: Config, launched: Launched | None) -> Endpoint | None:
     # Without local_rank and local_size, ranks that were set up by hand count as ranks of one host.
     # This assumption is unsafe if they meet at an address that other hosts reach.
     assumed = {"default", "launcher collective"}
-    by_hand = assumed & {config.origin("local_rank"), config.origin("local_size")}
+    by_hand = assumed & {config.origins["local_rank"], config.origins["local_size"]}
     if endpoint is not None and config.size > 1 and by_hand and not is_loopback(endpoint.host):
         raise ConfigError(
             f"local_rank, local_size: not set, with size {config.size} "
-            f"({config.origin('size')}) and the rendezvous address {endpoint} "
+            f"({config.origins['size']}) and the rendezvous address {endpoint} "
             f"({endpoint.origin}), which other hosts can reach. They are needed to know which "
             "ranks share a host. Set both; with one rank on each host, local_rank=0 and "
             "local_size=1."
@@ -200,13 +202,13 @@ def _nowhere(config: Config) -> ConfigError:
     """Return the error for a rank that no setting tells where the ranks meet."""
     if config.join != "off":
         return ConfigError(
-            f"join: {config.join!r} ({config.origin('join')}), but no setting tells where the "
+            f"join: {config.join!r} ({config.origins['join']}), but no setting tells where the "
             "ranks to join have met. Set store=DIR or store='tcp://HOST:PORT' (COLLECTIVE_STORE) "
             "to the value that those ranks have, and give this process their secret."
         )
     return ConfigError(
-        f"store: not set, with size {config.size} ({config.origin('size')}) and rank "
-        f"{config.rank} ({config.origin('rank')}). Ranks without a launcher need it to meet. "
+        f"store: not set, with size {config.size} ({config.origins['size']}) and rank "
+        f"{config.rank} ({config.origins['rank']}). Ranks without a launcher need it to meet. "
         "Start them with: collective run -n N script.py. In a notebook or a test, use "
         "collective.testing.run_ranks. Or set store=DIR, a private directory "
         "that all ranks see and no other launch uses. On several hosts, set "
@@ -283,15 +285,24 @@ def _address(config: Config, endpoint: Endpoint | None) -> str:
     Args:
         endpoint: address at which the ranks meet, or None.
     """
-    if config.local_size == config.size:
+    # A process that joins is alone as yet, but the ranks may be on other hosts.
+    if config.local_size == config.size and config.join == "off":
         return "127.0.0.1"
-    if config.interface:
-        return address_of(config.interface)
-    return own_address_toward(endpoint)
+    return own_address_toward(endpoint, config.interface)
 
 
-def own_address_toward(endpoint: Endpoint | None) -> str:
-    """Return the address at which other hosts reach this one, if the ranks meet at ``endpoint``."""
+def own_address_toward(endpoint: Endpoint | None, interface: str) -> str:
+    """Return the address at which other hosts reach this one, if the ranks meet at ``endpoint``.
+
+    Args:
+        endpoint: address at which the ranks meet, or None.
+        interface: network interface that the ranks use; empty for the one toward ``endpoint``.
+
+    Raises:
+        ConfigError: there is no such interface.
+    """
+    if interface:
+        return address_of(interface)
     if endpoint is not None:
         # If the name does not resolve, opening the store reports it.
         with contextlib.suppress(RendezvousError):
@@ -299,3 +310,24 @@ def own_address_toward(endpoint: Endpoint | None) -> str:
             if is_loopback(endpoint.host) or not is_loopback(local):
                 return local
     return own_address()
+
+
+def listen_toward(endpoint: Endpoint, interface: str, ports: str) -> tuple[socket.socket, str]:
+    """Return a socket that listens where a rank of this host would, and its address.
+
+    Args:
+        endpoint: address at which the ranks meet.
+        interface: the setting ``interface``.
+        ports: the setting ``port``.
+
+    Raises:
+        ConfigError: there is no such interface, or none of the ports is free.
+        OSError: the address cannot be used.
+    """
+    address = own_address_toward(endpoint, interface)
+    return listen(address, _ports(ports))[0], address
+
+
+def _ports(port: str) -> Ports | None:
+    """Return the ports of the setting ``port``; None for any."""
+    return Ports.parse(port) if port else None

@@ -21,9 +21,9 @@ from collective.contract import registry
 from collective.contract.backend import Backend
 from collective.contract.failure import Failure
 from collective.contract.recorder import dump_on_signal
-from collective.contract.store import Store
 from collective.contract.work import deliver
 from collective.contract.world import World
+from collective.control.store import Store
 from collective.deadline import Deadline
 from collective.errors import (
     CollectiveError,
@@ -126,12 +126,11 @@ def _begin(arguments: dict[str, object], comm: object) -> Communicator:
     settled = load(arguments)
     settled.warn_of_refused()
     settled.name_libraries()
+    options, where = settled.of_communicator(), settled.shared()
     with contextlib.ExitStack() as opened:
         # A process that joins other ranks gets its number from them.
-        if not as_thread and settled.join != "on":
-            opened.callback(
-                take_place("init", settled.rank, settled.size, _where(settled), settled.launched)
-            )
+        if where and not as_thread and settled.join != "on":
+            opened.callback(take_place("init", settled.rank, settled.size, where, settled.launched))
         chosen = choose(settled, "threads" if as_thread else "mpi" if comm is not None else "")
         if world is None:
             world = build(settled, chosen)
@@ -142,24 +141,27 @@ def _begin(arguments: dict[str, object], comm: object) -> Communicator:
             world = replace(world, options=chosen.options)
         if not as_thread:
             opened.callback(world.store.close)
-        communicator = _connected(world, chosen, settled)
+        if settled.join == "off":
+            begin = settled.start_timeout
+            communicator = connect(world, chosen.name, start_timeout=begin, **options)
+        else:
+            communicator = _joined(world, chosen, settled, options)
         _see_to(communicator, opened.pop_all().close)
     if not as_thread and world.launcher == "collective" and settled.join == "off":
         _Ending.launcher = world.rank, world.store
     set_current(communicator)
-    dump_on_signal(settled.dump_signal)
+    if "dump_signal" not in settled.disable:
+        dump_on_signal()
     return communicator
 
 
-def _connected(world: World, chosen: Choice, settled: Config) -> Communicator:
-    """Return a communicator: connect, join other ranks, or with ``join="late"`` stay alone."""
-    if settled.join == "off":
-        return connect(
-            world, chosen.name, start_timeout=settled.start_timeout, **settled.of_communicator()
-        )
+def _joined(
+    world: World, chosen: Choice, settled: Config, options: Mapping[str, Any]
+) -> Communicator:
+    """Return a communicator that has joined other ranks, or with ``join="late"`` is still alone."""
     if world.comm is not None or getattr(_of_thread, "world", None) is not None:
         raise UnsupportedError(
-            f"init: join {settled.join!r} ({settled.origin('join')}); no process can join the "
+            f"init: join {settled.join!r} ({settled.origins['join']}); no process can join the "
             "ranks of an MPI.Comm, or ranks that `collective run` starts as threads. Omit join, "
             "or use COLLECTIVE_BACKEND=shm."
         )
@@ -169,20 +171,11 @@ def _connected(world: World, chosen: Choice, settled: Config) -> Communicator:
             return registry.find(theirs)
         return joined_by(registry.find(chosen.name), theirs)
 
-    alone = connect_alone(world, find, **settled.of_communicator())
+    alone = connect_alone(world, find, **options)
     if settled.join == "late":
         return alone
     with contextlib.closing(alone):
         return alone.grow(timeout=settled.start_timeout)
-
-
-def _where(settled: Config) -> str:
-    """Return what the ranks that ``settled`` describes share, for :func:`take_place`."""
-    launched = settled.launched
-    if settled.store is None and launched is not None:
-        numbers = launched.rank, launched.size
-        return (launched.job or "") if numbers == (settled.rank, settled.size) else ""
-    return settled.store or ""
 
 
 def take_place(
@@ -195,8 +188,8 @@ def take_place(
 
     Args:
         caller: name of the function that the program called, for the error.
-        rank, size, where, launched: as for :func:`~.launchers.names_of_place`; if ``where`` is
-            empty, or there is one rank, any number of processes may have the place.
+        rank, size, where, launched: as for :func:`~.launchers.names_of_place`. If there is one
+            rank, any number of processes may have the place.
 
     Returns:
         A function that gives the place back.
@@ -204,7 +197,7 @@ def take_place(
     Raises:
         ConfigError: another process of this host has the place.
     """
-    if not where or size == 1:
+    if size == 1:
         return lambda: None
     try:
         return claim(names_of_place(rank, size, where, launched))
@@ -230,7 +223,7 @@ def _see_to(comm: Communicator, *at_end: Callable[[], None]) -> None:
     tell_at_exit(comm)
     if getattr(_of_thread, "world", None) is not None:
         _of_thread.opened.append(comm)
-    succession = comm.succession
+    succession = comm.inner.succession
     succession.on_next = functools.partial(_succeed, weakref.ref(comm))
     succession.at_end += at_end
 
@@ -247,7 +240,7 @@ def _check_threads(settled: Config, chosen: Choice) -> None:
     """Raise UnsupportedError if ranks that are threads of one process cannot use ``chosen``."""
     if chosen.host != "threads":
         raise UnsupportedError(
-            f"init: backend {settled.backend!r} ({settled.origin('backend')}); the ranks of this "
+            f"init: backend {settled.backend!r} ({settled.origins['backend']}); the ranks of this "
             "program are threads of one process and cannot use it. Start the program with "
             f"`collective run --backend {settled.backend}`, or do not name a backend."
         )
@@ -295,7 +288,7 @@ def current() -> Communicator:
     comm = _current()
     if comm is None or comm.closed:
         why = "there is no open communicator; call collective.init() first."
-        raise CommunicatorClosedError(f"collective: {(comm and comm.foreign) or why}")
+        raise CommunicatorClosedError(f"collective: {(comm and comm.inner.foreign) or why}")
     return comm
 
 
@@ -343,8 +336,8 @@ def leave_thread(failure: Failure | None) -> None:
     """Close the communicators of this thread, after reporting ``failure``, if any, to the peers."""
     for comm in getattr(_of_thread, "opened", ()):
         if failure is not None:
-            comm.fail(failure)
-        comm.leave(Deadline(comm.timeout) if failure is None else None)
+            comm.inner.fail(failure)
+        comm.inner.leave(Deadline(comm.timeout) if failure is None else None)
 
 
 def tell_at_exit(comm: Communicator) -> None:
@@ -381,6 +374,7 @@ class _Ending:
 
 def _exit(status: Any = None, /) -> NoReturn:
     """Exit as ``sys.exit`` does; note a failure, of which Python keeps nothing for the exit."""
+    __tracebackhide__ = True  # pytest shows the line of the caller
     if status and threading.current_thread() is threading.main_thread():
         frame = outermost = sys._getframe(1)
         while outermost.f_back is not None:
@@ -413,7 +407,7 @@ def _tell(why: BaseException | str) -> None:
     """Tell the peers of all open communicators that this rank has failed, if it has."""
     for comm in list(_open):
         if why != "" and not comm.closed:
-            comm.fail(Failure("failed", comm.rank, why) if isinstance(why, str) else why)
+            comm.inner.fail(Failure("failed", comm.rank, why) if isinstance(why, str) else why)
 
 
 def _main_ended() -> None:
@@ -475,7 +469,7 @@ def _leave() -> None:
             deliver(None, Deadline(max(comm.timeout for comm in still_open)))
     finally:
         for comm in list(_open):
-            comm.leave()
+            comm.inner.leave()
 
 
 def _forget() -> None:

@@ -11,8 +11,8 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from collective.contract.secret import COMPARE, Secret
-from collective.contract.store import NotPublishedError, Store, WrappedStore
+from collective.control.secret import COMPARE, Secret
+from collective.control.store import NotPublishedError, Store, WrappedStore
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 

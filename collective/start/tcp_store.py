@@ -1,7 +1,7 @@
 """Rendezvous store for ranks on several hosts: rank 0 or the launcher serves it; NumPy is enough.
 
 Ranks connect to the store as they connect to the monitor's hub
-(:mod:`collective.backends.peers.link`): the server reads no request before the peer has proved
+(:mod:`collective.control.link`): the server reads no request before the peer has proved
 that it knows the key. Without a secret, the key is derived from the public name of the launch.
 Such a key keeps out other programs and other launches, but no attacker.
 """
@@ -20,18 +20,18 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence, Set
 
-from collective.backends.peers.link import (
+from collective.control.link import (
     KeyDiffersError,
     Link,
     Message,
+    Tls,
     close_in_children,
     connect,
 )
-from collective.backends.peers.server import Server
-from collective.backends.peers.values import LONGEST_MESSAGE, Losses, RefusedError, Values, ask
-from collective.contract.secret import COMPARE, Secret
-from collective.contract.store import Store
-from collective.contract.world import Tls
+from collective.control.ports import Ports, listening
+from collective.control.secret import COMPARE, Secret
+from collective.control.server import LONGEST_MESSAGE, Losses, RefusedError, Server, Values, ask
+from collective.control.store import Store
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
@@ -263,7 +263,7 @@ def _refused(
         )
     return RendezvousError(
         f"rendezvous: the program that answers at {endpoint} ({endpoint.origin}) is not "
-        f"{server} of this job: {refusal}. If one rank has certificates (COLLECTIVE_TLS_…), all "
+        f"{server} of this job: {refusal}. If one rank has certificates (COLLECTIVE_TLS), all "
         f"need them. Otherwise {port}"
     )
 
@@ -275,25 +275,25 @@ class StoreServer:
         host: address of this host at which the ranks reach the server.
         secret: secret that the ranks share.
         tls: TLS contexts for the connections, or None.
+        ports: the setting ``port``: where the server may listen.
 
     Attributes:
         endpoint: address of the server.
 
     Raises:
+        ConfigError: none of these ports is free.
         RendezvousError: the address does not belong to this host, or may not be used.
     """
 
-    def __init__(self, host: str, secret: Secret, tls: Tls | None = None) -> None:
-        listening = listen(Endpoint(host, 0, "the launcher's address"), not is_loopback(host))
+    def __init__(self, host: str, secret: Secret, tls: Tls | None = None, ports: str = "") -> None:
+        endpoint = Endpoint(host, 0, "the launcher's address")
+        allowed = Ports.parse(ports) if ports else None
+        listening = listen(endpoint, not is_loopback(host), allowed)
         assert listening is not None  # port 0 is never in use
-        close_in_children(listening)
         self.endpoint = Endpoint(host, listening.getsockname()[1], "the launcher's address")
         self._listening = listening
         self._values = _LaunchersValues()
-        key = secret.key("store")
-        server = Server(listening, key, self._values, tls, longest=LONGEST_MESSAGE, room=_room())
-        self._thread = threading.Thread(target=server.run, name="collective-store", daemon=True)
-        self._thread.start()
+        _, self._thread = _start(listening, secret.key("store"), self._values, tls)
 
     def __enter__(self) -> StoreServer:
         return self
@@ -378,11 +378,20 @@ def _serve(endpoint: Endpoint, key: bytes, spans_hosts: bool, tls: Tls | None) -
             "an earlier run that has not ended. Set COLLECTIVE_STORE=tcp://HOST:PORT with another "
             "port, the same on all ranks."
         )
-    close_in_children(listening)
-    server = Server(listening, key, Values(), tls, longest=LONGEST_MESSAGE, room=_room())
-    threading.Thread(target=server.run, name="collective-store", daemon=True).start()
+    server, _ = _start(listening, key, Values(), tls)
     _serving[where] = key, server
     return server
+
+
+def _start(
+    listening: socket.socket, key: bytes, values: Values, tls: Tls | None
+) -> tuple[Server, threading.Thread]:
+    """Start a server, and return it with its thread."""
+    close_in_children(listening)
+    server = Server(listening, key, values, tls, longest=LONGEST_MESSAGE, room=_room())
+    thread = threading.Thread(target=server.run, name="collective-store", daemon=True)
+    thread.start()
+    return server, thread
 
 
 def _room() -> int:
@@ -396,14 +405,18 @@ def _room() -> int:
 # -- sockets -------------------------------------------------------------------------------
 
 
-def listen(endpoint: Endpoint, spans_hosts: bool) -> socket.socket | None:
+def listen(
+    endpoint: Endpoint, spans_hosts: bool, ports: Ports | None = None
+) -> socket.socket | None:
     """Return a socket that listens at ``endpoint`` and nowhere else; None if the port is in use.
 
     Args:
         endpoint: an address of this host, or a name for one.
         spans_hosts: whether ranks of other hosts have to reach the socket.
+        ports: the ports to choose from in place of that of ``endpoint``, or None.
 
     Raises:
+        ConfigError: none of ``ports`` is free.
         RendezvousError: the address does not belong to this host, or may not be used.
     """
     addresses = [address for _, address in _resolve(endpoint)]
@@ -413,14 +426,11 @@ def listen(endpoint: Endpoint, spans_hosts: bool) -> socket.socket | None:
     refusal: OSError | None = None
     for address in addresses:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, endpoint.port))
-            listener.listen(socket.SOMAXCONN)
-            return listener
+            if ports is not None:
+                return ports.listen(family, (address, 0))
+            return listening(family, (address, endpoint.port))
         except OSError as error:
-            listener.close()
             if error.errno == errno.EADDRINUSE:
                 return None
             refusal = error

@@ -12,8 +12,8 @@ from concurrent.futures import TimeoutError as LateError
 from datetime import timedelta
 from typing import Any
 
-from collective.contract.forking import keep_in_children
-from collective.contract.store import Store
+from collective.contract.process import keep_in_children
+from collective.control.store import Store
 from collective.deadline import Deadline
 from collective.errors import BackendUnavailableError, RendezvousError
 from collective.install import hint

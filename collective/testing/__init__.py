@@ -13,13 +13,8 @@ Nothing here needs a launcher, a port, a GPU or pytest (which only
 
 from __future__ import annotations
 
-from collective.launch.mpiexec import Mpiexec
-from collective.launch.outcome import (
-    RankDiedError,
-    RankHungError,
-    RanksFailedError,
-    RemoteError,
-)
+from collective.inner import Mpiexec, RankDiedError, RankHungError, RanksFailedError
+from collective.launch.outcome import RemoteError
 from collective.launch.process_starter import preload
 
 from . import faults

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from collective.errors import CollectiveError
+from collective import CollectiveError
 
 from .checks import NO_ARRAYS, NO_TRANSPORT, OWN_ARRAYS
 from .conformance import Result, chosen_checks, run_checks

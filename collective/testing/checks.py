@@ -15,11 +15,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from collective.communicator import Communicator
-from collective.contract.backend import Backend
-from collective.contract.capabilities import Capabilities
-from collective.launch.mpiexec import Mpiexec
-from collective.launch.outcome import RanksFailedError
+from collective import Communicator
+from collective.inner import Backend, Capabilities, Mpiexec, RanksFailedError
 
 from .faults import Fault
 from .kinds import Kind, kind_of, require

@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.errors import MismatchError
-from collective.shards import Shards
+from collective import Communicator, MismatchError, Shards
 
 from .checks import Case, able, on_each_rank
 from .samples import assert_same

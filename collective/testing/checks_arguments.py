@@ -8,17 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import NULL, Communicator
-from collective.contract.backend import ANY_SOURCE
-from collective.errors import (
+from collective import (
+    ANY_SOURCE,
+    NULL,
+    Communicator,
     CommunicatorClosedError,
     DtypeError,
     InvalidArgumentError,
     RankError,
     ShapeError,
     UnsupportedError,
+    premul_sum,
 )
-from collective.ops import premul_sum
 
 from .checks import on_each_rank
 from .checks_broken import calls_of

@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.contract.work import Work
-from collective.errors import CollectiveTimeoutError
+from collective import CollectiveTimeoutError, Communicator, Work
 
 from .checks import RankFactory, check, on_each_rank
 from .samples import LARGE, assert_same, expected, values

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.contract.capabilities import Capabilities
-from collective.ops import as_op, user_op
+from collective import Communicator, user_op
+from collective.inner import Capabilities, as_op
 
 from .checks import Case, on_each_rank
 from .checks_reduce import hold_fold

@@ -11,18 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.contract.backend import ANY_SOURCE
-from collective.deadline import Deadline
-from collective.errors import (
+from collective import (
+    ANY_SOURCE,
     CollectiveError,
     CollectiveTimeoutError,
+    Communicator,
     CommunicatorAbortedError,
     UnsupportedError,
 )
-from collective.memory import dtypes
-from collective.memory.buffer import Buffer
-from collective.request import Request
+from collective.inner import Buffer, Deadline, Request, dtypes
 
 from .checks import Case, RankFactory, check
 from .samples import LARGE
@@ -94,13 +91,13 @@ CALLS: dict[str, dict[str, _Call]] = {
     },
     "groups": {
         "split": lambda comm, x: comm.split(0),
-        "split_by_host": lambda comm, x: comm.split_by_host(),
+        "split_by_host": lambda comm, x: comm.split("host"),
         "group": lambda comm, x: comm.group([comm.rank]),
         "dup": lambda comm, x: comm.dup(),
     },
     "memory": {
         "empty": lambda comm, x: comm.empty(4),
-        "adopt": lambda comm, x: comm.adopt(4096, _no_descriptor),
+        "adopt": lambda comm, x: comm.inner.adopt(4096, _no_descriptor),
     },
 }  # fmt: skip
 
@@ -214,13 +211,13 @@ def _after_the_end(comm: Communicator, calls: Sequence[str], cause: str) -> dict
     probe: Callable[[], object] = comm.barrier
     if cause == "send":
         probe = partial(
-            comm.transport.barrier, Request("barrier"), None, None, Deadline(comm.timeout)
+            comm.inner.transport.barrier, Request("barrier"), None, None, Deadline(comm.timeout)
         )
     if cause != "leave":
         _outcome(probe)
     if comm.rank == 0 and cause == "send":
         buffer = Buffer(long, dtypes.BY_NAME["float64"])
-        lost = _outcome(lambda: comm.transport.send(buffer, 1, _LATE, Deadline(_GIVES_UP_S)))
+        lost = _outcome(lambda: comm.inner.transport.send(buffer, 1, _LATE, Deadline(_GIVES_UP_S)))
         if not isinstance(lost, CollectiveError):
             comm.abort(_REASON)  # this transport buffers messages, so the send succeeded
     elif comm.rank == 0 and cause == "abort":

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.contract.capabilities import Capabilities
-from collective.memory.annotations import Framework
+from collective import Communicator
+from collective.inner import Capabilities, Framework
 
 from .checks import Case, on_each_rank, roots
 from .kinds import Exporter
@@ -22,7 +21,8 @@ from .samples import LARGE, Array, assert_same, expected, has, moved, piece, val
 _COUNTS: list[Case] = [{"count": count} for count in (12, 24_000, LARGE)]
 
 
-def _needs_torch(capabilities: Capabilities) -> str | None:
+def needs_torch(capabilities: Capabilities) -> str | None:
+    """Return why a check of PyTorch's arrays does not apply here, or None if it does."""
     return None if has("torch") else "torch is not installed"
 
 
@@ -275,7 +275,7 @@ def check_structures(comm: Communicator) -> None:
                 assert_same(leaf, _leaves(whole)[k], f"leaf {k} of a broadcast, None elsewhere")
 
 
-@on_each_rank(at_least=2, needs=_needs_torch, own_arrays=True)
+@on_each_rank(at_least=2, needs=needs_torch, own_arrays=True)
 def check_frameworks(comm: Communicator) -> None:
     """Check that PyTorch and NumPy ranks share a call, and each gets arrays of its own kind."""
     # Only odd ranks import PyTorch, which takes seconds.
@@ -302,7 +302,7 @@ def check_frameworks(comm: Communicator) -> None:
     assert_same(x, total, "all_reduce of empty() of PyTorch and NumPy")
 
 
-@on_each_rank(at_least=2, needs=_needs_torch, own_arrays=True)
+@on_each_rank(at_least=2, needs=needs_torch, own_arrays=True)
 def check_torch_bfloat16(comm: Communicator) -> None:
     """Check that PyTorch's bfloat16, which NumPy does not have, can be moved and folded."""
     pair = comm.split(comm.rank // 2 if comm.rank < 2 else None)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.contract.capabilities import Capabilities
-from collective.ops import Op
+from collective import Communicator
+from collective.inner import Capabilities, Op
 
 from .checks import Case, on_each_rank
 from .checks_reduce import hold_fold

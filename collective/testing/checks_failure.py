@@ -12,17 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.deadline import Deadline
-from collective.errors import (
+from collective import (
     CollectiveError,
     CollectiveTimeoutError,
+    Communicator,
     CommunicatorAbortedError,
     CommunicatorClosedError,
     PeerFailedError,
     PeerLostError,
 )
-from collective.launch.outcome import RankDiedError, RankHungError, RanksFailedError
+from collective.inner import Deadline, RankDiedError, RankHungError, RanksFailedError
 from collective.request import name_ranks
 
 from . import faults

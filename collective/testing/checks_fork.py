@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.errors import CollectiveError
-from collective.start import session
+from collective import CollectiveError, Communicator
+from collective.inner import session
 
 from .checks import on_each_rank
 from .checks_broken import calls_of

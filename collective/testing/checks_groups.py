@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.errors import MismatchError
+from collective import Communicator, MismatchError
 
 from .checks import on_each_rank
 from .samples import assert_same, expected, values
@@ -153,8 +152,8 @@ def check_dup(comm: Communicator) -> None:
 
 @on_each_rank()
 def check_split_by_host(comm: Communicator) -> None:
-    """Check that split_by_host() gives the ranks of this host: all ranks if there is one host."""
-    with comm.split_by_host() as local:
+    """Check that split("host") gives the ranks of this host: all ranks if there is one host."""
+    with comm.split("host") as local:
         hosts = comm.all_gather_object(comm.host)
         members = [rank for rank in range(comm.size) if hosts[rank] == comm.host]
         _hold(comm, local, members, "the ranks of this host", 98)

@@ -10,13 +10,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from collective.communicator import Communicator
-from collective.contract.backend import Backend
-from collective.contract.capabilities import Capabilities
-from collective.deadline import Deadline
-from collective.errors import CollectiveError, CollectiveTimeoutError
+from collective import CollectiveError, CollectiveTimeoutError, Communicator, connect
 from collective.generations.arrivals import Arrivals
-from collective.start.connecting import connect
+from collective.inner import Backend, Capabilities, Deadline
 
 from . import faults
 from .checks import Case, RankFactory, able, check, on_each_rank
@@ -47,12 +43,12 @@ _Ours = tuple[str | type[Backend], str | Kind]
 def _join(comm: Communicator, connection: _Ours, seconds: float) -> Communicator:
     """Leave, and join the other ranks again as a process that they do not know."""
     backend, kind = connection
-    lineage, timeout = comm.succession.lineage, comm.timeout
+    lineage, timeout = comm.inner.succession.lineage, comm.timeout
     assert lineage is not None
     comm.close()
     new = connect(
         lineage.root, backend, timeout=timeout, start_timeout=seconds,
-        check=comm.check, shrink_grace=lineage.grace, join=True,
+        check=comm.inner.check, shrink_grace=lineage.grace, join=True,
     )  # fmt: skip
     array_kind = kind_of(kind)
     return new if array_kind is None else array_kind.communicator(new)
@@ -61,10 +57,10 @@ def _join(comm: Communicator, connection: _Ours, seconds: float) -> Communicator
 def _await_knocks(comm: Communicator, count: int) -> None:
     """Return when ``count`` ranks wait to join, on a communicator that some ranks have left.
 
-    ``comm.waiting()`` is a call of all ranks, so it cannot be used here.
+    ``comm.membership.waiting()`` is a call of all ranks, so it cannot be used here.
     """
-    assert comm.succession.lineage is not None
-    arrivals = Arrivals(comm.succession.lineage.root.store, comm.backend)
+    assert comm.inner.succession.lineage is not None
+    arrivals = Arrivals(comm.inner.succession.lineage.root.store, comm.backend)
     deadline = Deadline(FAR_S)
     while len(arrivals.waiting()) < count and not deadline.expired:
         time.sleep(0.001)
@@ -77,7 +73,7 @@ def _seen(comm: Communicator, first: int | None = None) -> tuple[int, Survivor]:
         first: the rank's first number, if it did not join. It is not taken from the grown
             communicator, which could be wrong.
     """
-    number = comm.origin[comm.rank] if first is None else first
+    number = comm.membership.origin[comm.rank] if first is None else first
     return number, seen_of(comm, number)
 
 
@@ -100,7 +96,7 @@ def check_grow(factory: RankFactory, size: int, *, count: int) -> None:
 def _grow(
     comm: Communicator, marks: str, connection: _Ours, count: int
 ) -> tuple[int, tuple[int, Survivor]]:
-    waiting, first = comm.waiting(), comm.rank
+    waiting, first = comm.membership.waiting(), comm.rank
     gather(comm, marks)
     if first >= comm.size - count:
         with _join(comm, connection, FAR_S) as new:
@@ -141,7 +137,7 @@ def _grow_late(
     comm: Communicator, marks: str, connection: _Ours
 ) -> tuple[Survivor | None, tuple[int, Survivor]]:
     number = comm.rank
-    comm.waiting()
+    comm.membership.waiting()
     gather(comm, marks)
     if comm.rank == comm.size - 1:
         with _join(comm, connection, FAR_S) as new:
@@ -149,7 +145,7 @@ def _grow_late(
     _await_knocks(comm, 1)
     comm = comm.grow() if comm.rank else comm.shrink()
     _, first = _seen(comm, number)
-    while not comm.waiting():
+    while not comm.membership.waiting():
         pass
     with comm.grow() as new:
         return first, _seen(new, number)
@@ -166,7 +162,7 @@ def check_grow_without_one_that_gave_up(factory: RankFactory, size: int) -> None
 
 def _give_up(comm: Communicator, marks: str, connection: _Ours) -> Survivor | CollectiveError:
     first = comm.rank
-    comm.waiting()
+    comm.membership.waiting()
     gather(comm, marks)
     if first == comm.size - 1:
         try:

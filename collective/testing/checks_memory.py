@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.errors import AllocationError
+from collective import AllocationError, Communicator
 
 from .checks import Case, RankFactory, check, on_each_rank
 from .samples import LARGE, assert_same, dtypes_of, expected, has, regions, values

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import Communicator
+from collective import Communicator
 
 from .checks import Case, RankFactory, check, on_each_rank, roots
 from .samples import (

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.errors import InvalidArgumentError
+from collective import Communicator, InvalidArgumentError
 
 from .checks import on_each_rank, roots
 from .samples import assert_same, values

@@ -7,9 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from collective.communicator import Communicator
-from collective.errors import CollectiveError, InvalidArgumentError, PeerFailedError
-from collective.ops import ReduceOp, user_op
+from collective import (
+    CollectiveError,
+    Communicator,
+    InvalidArgumentError,
+    PeerFailedError,
+    ReduceOp,
+    user_op,
+)
 
 from .checks import RankFactory, check, folds_for_users
 from .heard import Heard, hold

@@ -6,12 +6,11 @@ import functools
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.ops import user_op
+from collective import Communicator, user_op
 
 from .checks import Case, folds_for_users, on_each_rank
 from .frameworks import encoded
-from .samples import LARGE, Array, assert_same, dtypes_of, expected, of_bits, plain, regions, values
+from .samples import LARGE, Array, assert_bits, dtypes_of, expected, of_bits, plain, regions, values
 
 _DTYPES: list[Case] = [{"dtype": name} for name in ("float16", "float32", "float64", "complex64")]
 
@@ -42,7 +41,7 @@ def check_user_op(comm: Communicator) -> None:
             inputs = [values(dtype, count, rank, 20) for rank in range(comm.size)]
             wanted = functools.reduce(np.minimum, inputs)
             found = comm.all_reduce(inputs[comm.rank], op=op)
-            assert_same(found, wanted, f"all_reduce(user_op) of {dtype}[{count}]")
+            assert_bits(found, wanted, f"all_reduce(user_op) of {dtype}[{count}]")
 
 
 @on_each_rank(at_least=2, needs=folds_for_users)
@@ -53,14 +52,14 @@ def check_user_op_order(comm: Communicator) -> None:
         inputs = [values("int64", count, rank, 21) for rank in range(comm.size)]
         mine, last = inputs[comm.rank], inputs[-1]
         what = f"by an operator that keeps its right argument, of {count} elements"
-        assert_same(comm.all_reduce(mine, op=op), last, f"all_reduce {what}")
+        assert_bits(comm.all_reduce(mine, op=op), last, f"all_reduce {what}")
         for root in {0, comm.size - 1}:
             found = comm.reduce(mine, op=op, root=root)
             if comm.rank == root:
-                assert_same(found, last, f"reduce to {root} {what}")
+                assert_bits(found, last, f"reduce to {root} {what}")
         part = list(regions(count, comm.size))[comm.rank]
-        assert_same(comm.reduce_scatter(mine, op=op), last[part], f"reduce_scatter {what}")
-        assert_same(comm.scan(mine, op=op), mine, f"scan {what}")
+        assert_bits(comm.reduce_scatter(mine, op=op), last[part], f"reduce_scatter {what}")
+        assert_bits(comm.scan(mine, op=op), mine, f"scan {what}")
     digits = comm.all_reduce(np.array([comm.rank + 1]), op=user_op(_affine), order="rank")
     wanted = functools.reduce(lambda a, b: a * 16 + b, range(1, comm.size + 1))
     assert digits[0] == wanted, f"all_reduce in rank order: {digits[0]:x}; expected {wanted:x}"
@@ -77,14 +76,14 @@ def check_order_rank(comm: Communicator, dtype: str) -> None:
         total = expected("sum", inputs)
         what = f"of {dtype}[{count}] in rank order"
         found = comm.all_reduce(mine, order="rank")
-        _bits(found, total, f"all_reduce {what}")
+        assert_bits(found, total, f"all_reduce {what}")
         root = comm.size // 2
         reduced = comm.reduce(mine, order="rank", root=root)
         if reduced is not None:
-            _bits(reduced, total, f"reduce {what}")
+            assert_bits(reduced, total, f"reduce {what}")
         piece = comm.reduce_scatter(mine, order="rank")
         part = list(regions(count, comm.size))[comm.rank]
-        _bits(piece, total[part], f"reduce_scatter {what}")
+        assert_bits(piece, total[part], f"reduce_scatter {what}")
 
 
 @on_each_rank()
@@ -95,7 +94,7 @@ def check_order_rank_bfloat16(comm: Communicator) -> None:
     numbers = [encoded(_rough("float32", 5001, rank), "bfloat16") for rank in range(comm.size)]
     inputs = [of_bits("bfloat16", bits) for bits in numbers]
     found = comm.all_reduce(inputs[comm.rank], order="rank")
-    assert_same(plain(found), expected("sum", inputs), "all_reduce of bfloat16 in rank order")
+    assert_bits(plain(found), expected("sum", inputs), "all_reduce of bfloat16 in rank order")
 
 
 def _rough(dtype: str, count: int, rank: int) -> Array:
@@ -103,9 +102,3 @@ def _rough(dtype: str, count: int, rank: int) -> Array:
     random = np.random.default_rng([rank, count])
     numbers = random.standard_normal(count) * 10.0 ** random.integers(-2, 3, count)
     return (numbers * (1 - 0.5j) if dtype.startswith("complex") else numbers).astype(dtype)
-
-
-def _bits(found: Array, wanted: Array, what: str) -> None:
-    assert_same(found, wanted, what)
-    if found.tobytes() != wanted.tobytes():
-        raise AssertionError(f"{what}: equal, but not bit by bit (signs of zeros)")

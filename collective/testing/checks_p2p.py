@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import NULL, Communicator, Status
-from collective.contract.backend import ANY_SOURCE
+from collective import ANY_SOURCE, NULL, Communicator, Status
 
 from .checks import able, on_each_rank
-from .samples import LARGE, LAYOUTS, SHAPES, assert_same, dtypes_of, has, laid_out, values
+from .checks_data import needs_torch
+from .samples import LARGE, LAYOUTS, SHAPES, assert_same, dtypes_of, laid_out, values
 
 _needs_any_source = able("any_source", "does not support ANY_SOURCE")
 
@@ -237,11 +237,7 @@ def check_send_structures(comm: Communicator) -> None:
     work.wait()
 
 
-@on_each_rank(
-    at_least=2,
-    needs=lambda c: None if has("torch") else "torch is not installed",
-    own_arrays=True,
-)
+@on_each_rank(at_least=2, needs=needs_torch, own_arrays=True)
 def check_send_between_frameworks(comm: Communicator) -> None:
     """Check that a PyTorch rank can send to a NumPy rank and back."""
     numbers = np.arange(6, dtype=np.float32).reshape(2, 3)

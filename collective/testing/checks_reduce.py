@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.ops import Op, ReduceOp, premul_sum
+from collective import Communicator, ReduceOp, premul_sum
+from collective.inner import Op
 
 from .checks import Case, on_each_rank, roots
 from .samples import (

@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.ops import user_op
-from collective.shards import ShardFold, Shards
+from collective import Communicator, ShardFold, Shards, user_op
 
 from .checks import Case, folds_for_users, on_each_rank
 from .frameworks import encoded, widened
-from .samples import Array, assert_same, dtypes_of, folded, of_bits, plain, regions
+from .samples import Array, assert_bits, assert_same, dtypes_of, folded, of_bits, plain, regions
 
 _CASES: list[Case] = [
     {"dtype": dtype, "op": op}
@@ -44,14 +42,14 @@ def _compare(comm: Communicator, dtype: str, op: str, total: int, count: int) ->
         mine = _array(dtype, rows[shards.mine.start : shards.mine.stop])
         what = f"of {shards} of {dtype}[{count}], op {op}"
         found = plain(comm.all_reduce(mine, op=op, order=shards))
-        _bits(found, wanted, f"all_reduce {what}")
+        assert_bits(found, wanted, f"all_reduce {what}")
         root = comm.size // 2
         reduced = comm.reduce(mine, op=op, order=shards, root=root)
         if comm.rank == root:
-            _bits(plain(reduced), wanted, f"reduce {what}")
+            assert_bits(plain(reduced), wanted, f"reduce {what}")
         part = regions(count, comm.size)[comm.rank]
         piece = plain(comm.reduce_scatter(mine, op=op, order=shards))
-        _bits(piece, wanted[part], f"reduce_scatter {what}")
+        assert_bits(piece, wanted[part], f"reduce_scatter {what}")
 
 
 @on_each_rank()
@@ -63,7 +61,7 @@ def check_shards_avg(comm: Communicator) -> None:
         for shards in _divisions(total, comm):
             mine = rows[shards.mine.start : shards.mine.stop]
             found = comm.all_reduce(mine, op="avg", order=shards)
-            _bits(plain(found), wanted, f"all_reduce of {shards}, op avg")
+            assert_bits(plain(found), wanted, f"all_reduce of {shards}, op avg")
 
 
 @on_each_rank(own_arrays=True)
@@ -78,7 +76,9 @@ def check_shards_one_by_one(comm: Communicator) -> None:
                 fold.add(array)
                 array[:] = np.nan  # the caller may change it
             found = comm.all_reduce(fold, order=shards)
-            _bits(plain(found), _tree(list(rows), np.add), f"all_reduce of a fold of {shards}")
+            assert_bits(
+                plain(found), _tree(list(rows), np.add), f"all_reduce of a fold of {shards}"
+            )
             fold.clear()
 
 
@@ -124,8 +124,3 @@ def _rough(dtype: str, total: int, count: int) -> Array:
 
 def _array(dtype: str, rows: Array) -> Any:
     return of_bits(dtype, rows) if dtype == "bfloat16" else rows
-
-
-def _bits(found: Array, wanted: Array, what: str) -> None:
-    assert_same(found, wanted, what)
-    assert found.tobytes() == wanted.tobytes(), f"{what}: other bits than the fold along the tree"

@@ -18,17 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.contract.capabilities import Capabilities
-from collective.deadline import Deadline
-from collective.errors import (
+from collective import (
     CollectiveError,
+    Communicator,
     CommunicatorAbortedError,
     CommunicatorClosedError,
     ExcludedError,
     PeerLostError,
 )
-from collective.platform import process_status
+from collective.inner import Capabilities, Deadline, platform
 
 from . import faults
 from .checks import Case, RankFactory, able, check, on_each_rank
@@ -285,7 +283,7 @@ def _come_late(comm: Communicator, marks: str, deadline: str) -> Any:
     Path(marks, f"gone-on-{first}").touch()
     if first == 0 and not comm.capabilities.in_process:
         os.kill(pid, signal.SIGCONT)
-    while not new.agree(late.exists()):
+    while not new.membership.agree(late.exists()):
         sum_of(new, first)
     seen = seen._replace(total=sum_of(new, first))
     new.close()
@@ -303,7 +301,7 @@ def _await_stopped(pid: int) -> None:
 def _state(pid: int) -> str:
     """Return the letter of a process's state."""
     try:
-        status = process_status(pid)
+        status = platform.process_status(pid)
     except OSError:  # the system tells only ps
         command = ["ps", "-o", "state=", "-p", str(pid)]
         return subprocess.run(command, capture_output=True, text=True).stdout[:1]
@@ -420,7 +418,7 @@ def check_shrink_unsupported(comm: Communicator, call: str) -> None:
 def check_agree(comm: Communicator) -> None:
     """Check that agree() is true if all ranks pass true, equal on all ranks, and repeatable."""
     flags = [True, *(comm.rank != other for other in range(comm.size)), True]
-    answers = [comm.agree(flag) for flag in flags]
+    answers = [comm.membership.agree(flag) for flag in flags]
     expected = [True] + [False] * comm.size + [True]
     assert answers == expected, f"rank {comm.rank}: {answers} instead of {expected}"
 
@@ -439,4 +437,4 @@ def _agree_after_a_loss(comm: Communicator, marks: str, victim: int) -> tuple[bo
         return None
     listen(comm.barrier)
     one = min(rank for rank in range(comm.size) if rank != victim)
-    return comm.agree(True), comm.agree(comm.rank == one)
+    return comm.membership.agree(True), comm.membership.agree(comm.rank == one)

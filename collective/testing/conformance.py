@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from collective.contract.backend import Backend
-from collective.errors import InvalidArgumentError, UnsupportedError
-from collective.launch.mpiexec import Mpiexec
+from collective import InvalidArgumentError, UnsupportedError
+from collective.inner import Backend, Mpiexec
 
 from .checks import Case, Check, RankFactory, registered
 from .kinds import Kind
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["BoundCheck", "Result", "all_checks", "parametrize_with_checks", "run_checks"]
 
 _THEMES = (
-    "reduce", "extremes", "bools", "order", "shards", "operators", "move", "data", "p2p", "async",
-    "objects", "groups", "memory", "agreement", "arguments", "failure", "broken", "shrink", "grow",
-    "fork",
+    "reduce", "extremes", "bools", "order", "shards", "operators", "move", "data", "p2p", "mail",
+    "async", "objects", "groups", "memory", "agreement", "arguments", "failure", "broken", "shrink",
+    "grow", "fork",
 )  # fmt: skip
 
 

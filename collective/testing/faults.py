@@ -26,20 +26,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from collective import InvalidArgumentError
 from collective.algorithms.messages import GROUP_TAG
-from collective.contract.backend import Backend, Plan
-from collective.contract.failure import Failure
-from collective.errors import InvalidArgumentError
+from collective.contract.backend import Plan
+from collective.inner import Backend, Failure
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from collective.contract.world import World
-    from collective.cuda import Device
-    from collective.deadline import Deadline
-    from collective.memory.buffer import Buffer
-    from collective.memory.device_array import DeviceArray
-    from collective.request import Request
+    from collective.inner import Buffer, Deadline, DeviceArray, Request, World, cuda
 
 __all__ = ["Fault", "FaultyBackend", "RankKilled", "delay", "fail", "kill"]
 
@@ -260,7 +255,7 @@ class FaultyBackend(Backend):
         return self._inner.ready
 
     @property
-    def device(self) -> Device | None:  # type: ignore[override]
+    def device(self) -> cuda.Device | None:  # type: ignore[override]
         return self._inner.device
 
     def empty_device(self, nbytes: int, request: Request, deadline: Deadline) -> DeviceArray:

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from collective.errors import InvalidArgumentError
-from collective.memory.dtypes import BY_NAME, FOREIGN
+from collective import InvalidArgumentError
+from collective.inner import BY_NAME
+from collective.memory.dtypes import FOREIGN
 
 __all__ = ["NAMES", "ArrayFramework", "encoded", "framework", "unavailable", "widened"]
 
@@ -87,9 +88,14 @@ class ArrayFramework:
         """Return the name of the array's dtype."""
         return str(x.dtype).rpartition(".")[2]
 
+    @property
+    def type(self) -> Any:
+        """Class of the arrays that calls return, or a tuple of classes."""
+        return np.ndarray, np.generic
+
     def owns(self, x: Any) -> bool:
         """Tell whether ``x`` is an array of the framework, in the right memory (CPU or GPU)."""
-        return isinstance(x, (np.ndarray, np.generic))
+        return isinstance(x, self.type)
 
     def fill(self, x: Any, source: Any) -> None:
         """Overwrite an array with another array of the framework."""
@@ -123,9 +129,12 @@ class TorchFramework(ArrayFramework):
         bits = torch.int16 if name == "bfloat16" else torch.uint8
         return np.asarray(x.view(bits).numpy().view(FOREIGN[name]))
 
+    @property
+    def type(self) -> Any:
+        return importlib.import_module("torch").Tensor
+
     def owns(self, x: Any) -> bool:
-        torch = importlib.import_module("torch")
-        return isinstance(x, torch.Tensor) and x.is_cuda == self.on_gpu
+        return super().owns(x) and x.is_cuda == self.on_gpu
 
     def wrap(self, array: Array, dtype: str) -> Any:
         torch = importlib.import_module("torch")
@@ -155,8 +164,9 @@ class JaxFramework(ArrayFramework):
         with jax.enable_x64(True):
             return jax.device_put(super().wrap(array, dtype))
 
-    def owns(self, x: Any) -> bool:
-        return isinstance(x, importlib.import_module("jax").Array)
+    @property
+    def type(self) -> Any:
+        return importlib.import_module("jax").Array
 
 
 class TorchCudaFramework(TorchFramework):
@@ -205,8 +215,9 @@ class CupyFramework(ArrayFramework):
     def stored(self, x: Any) -> Array:
         return np.asarray(importlib.import_module("cupy").asnumpy(x))
 
-    def owns(self, x: Any) -> bool:
-        return isinstance(x, importlib.import_module("cupy").ndarray)
+    @property
+    def type(self) -> Any:
+        return importlib.import_module("cupy").ndarray
 
     def wrap(self, array: Array, dtype: str) -> Any:
         return importlib.import_module("cupy").asarray(array)
@@ -225,13 +236,13 @@ class CudaFramework(ArrayFramework):
         self._chosen = threading.local()
 
     def settle(self, local_rank: int) -> None:
-        from collective import cuda
+        from collective.inner import cuda
 
         self._chosen.ordinal = local_rank % max(1, cuda.device_count())
 
     def unavailable(self) -> str:
-        from collective import cuda
-        from collective.errors import CollectiveError
+        from collective import CollectiveError
+        from collective.inner import cuda
 
         try:
             return "" if cuda.device_count() else "no GPU here"
@@ -241,13 +252,14 @@ class CudaFramework(ArrayFramework):
     def stored(self, x: Any) -> Array:
         return np.asarray(x.copy().to_host())
 
-    def owns(self, x: Any) -> bool:
-        from collective.memory.device_array import DeviceArray
+    @property
+    def type(self) -> Any:
+        from collective.inner import DeviceArray
 
-        return isinstance(x, DeviceArray)
+        return DeviceArray
 
     def wrap(self, array: Array, dtype: str) -> Any:
-        from collective import cuda
+        from collective.inner import cuda
         from collective.memory.device_adapter import CudaArrayAdapter
 
         array_on_gpu = CudaArrayAdapter().empty(
@@ -290,8 +302,9 @@ class ChainerFramework(ArrayFramework):
     def stored(self, x: Any) -> Array:
         return np.asarray(x.array)
 
-    def owns(self, x: Any) -> bool:
-        return isinstance(x, self._chainer().Variable)
+    @property
+    def type(self) -> Any:
+        return self._chainer().Variable
 
     def fill(self, x: Any, source: Any) -> None:
         x.array[...] = source.array

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from collective.errors import CollectiveError
+from collective import CollectiveError
 
 __all__ = ["Heard", "Trouble", "hold", "listen"]
 

@@ -21,10 +21,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.errors import BackendUnavailableError, CollectiveError, InvalidArgumentError
-from collective.install import hint
-from collective.memory import nested
+from collective import BackendUnavailableError, CollectiveError, Communicator, InvalidArgumentError
+from collective.inner import install, nested
 
 from .frameworks import framework
 from .samples import has
@@ -39,7 +37,7 @@ _CALLS = """
     send recv sendrecv broadcast reduce all_reduce scatter gather all_gather reduce_scatter
     all_to_all scan
 """.split()
-_GROUPS = ("split", "split_by_host", "group", "dup", "shrink", "grow")
+_GROUPS = ("split", "group", "dup", "shrink", "grow")
 _SIGNATURES = {name: inspect.signature(getattr(Communicator, name)) for name in _CALLS}
 
 
@@ -279,7 +277,9 @@ def require(kind: str | Kind) -> None:
             f"kind: unknown name {kind!r}; pass one of {', '.join(NAMES)}, or a Kind."
         )
     if kind in ("torch", "jax", "chainer", "cupy") and not has(kind):
-        raise BackendUnavailableError(f"kind {kind}: {kind} is not installed; `{hint(kind)}`.")
+        raise BackendUnavailableError(
+            f"kind {kind}: {kind} is not installed; `{install.hint(kind)}`."
+        )
 
 
 def kind_of(kind: str | Kind) -> Kind | None:
@@ -294,50 +294,28 @@ def _made(name: str) -> Kind:
     if name in ("cuda", "cupy"):
         found: Kind = importlib.import_module("collective.testing.kinds_device").on_device(name)
         return found
-    makers = {
-        "torch": _of_torch, "jax": _of_jax, "chainer": _of_chainer, "dlpack": _of_dlpack
-    }  # fmt: skip
-    return makers[name]()
+    return _of_dlpack() if name == "dlpack" else _of_framework(name)
 
 
-def _of_torch() -> Kind:
-    arrays, tensors = framework("numpy"), framework("torch")
+def _of_framework(name: str) -> Kind:
+    arrays, theirs = framework("numpy"), framework(name)
+    known = theirs.dtypes()
 
     def of(x: Array) -> Any:
-        # PyTorch warns of read-only memory, and does not support negative strides.
-        whole = np.asarray(x)
-        if not whole.flags.writeable or any(stride < 0 for stride in whole.strides):
+        dtype, whole = x.dtype.name, np.asarray(x)
+        if dtype not in known:
+            raise TypeError(f"{name}: no {dtype}")
+        reverse = any(stride < 0 for stride in whole.strides)
+        if theirs.immutable or (reverse and not theirs.backwards) or not whole.flags.writeable:
             whole = whole.copy()
-        return tensors.wrap(arrays.stored(whole), whole.dtype.name)
+        return theirs.wrap(arrays.stored(whole), dtype)
 
     def read(x: Any) -> Array:
-        return np.asarray(arrays.wrap(tensors.stored(x), tensors.dtype_of(x)))
+        # Checks write to the arrays that they read.
+        stored = theirs.read(x) if theirs.immutable else theirs.stored(x)
+        return np.asarray(arrays.wrap(stored, theirs.dtype_of(x)))
 
-    return Kind("torch", of, read, importlib.import_module("torch").Tensor, "torch")
-
-
-def _of_jax() -> Kind:
-    arrays = framework("jax")
-
-    def of(x: Array) -> Any:
-        return arrays.wrap(np.array(x), x.dtype.name)
-
-    cls = importlib.import_module("jax").Array
-    # Checks write to the arrays that they read.
-    return Kind("jax", of, np.array, cls, "jax", immutable=True)
-
-
-def _of_chainer() -> Kind:
-    # The adapter makes `import chainer` work beside a current NumPy.
-    importlib.import_module("collective.adapters.chainer.arrays")
-    chainer = importlib.import_module("chainer")
-
-    def of(x: Array) -> Any:
-        if x.dtype.name == "bfloat16":
-            raise TypeError("chainer: no bfloat16")
-        return chainer.Variable(np.asarray(x), requires_grad=False)
-
-    return Kind("chainer", of, lambda x: np.asarray(x.array), chainer.Variable, "chainer")
+    return Kind(name, of, read, theirs.type, theirs.like, theirs.immutable)
 
 
 class Exporter:

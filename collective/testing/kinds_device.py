@@ -16,14 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from collective import cuda
-from collective.communicator import Communicator
-from collective.deadline import Deadline
-from collective.memory import device_layout
-from collective.memory.arrays import adapter_like, adapter_of
-from collective.memory.device_array import DeviceArray
-from collective.memory.dtypes import from_numpy
+from collective import Communicator
+from collective.inner import Deadline, DeviceArray, adapter_like, cuda, dtypes
+from collective.memory import arrays, device_layout
 
+from .frameworks import framework
 from .kinds import Kind, Loan
 
 __all__ = ["OnDevice", "on_device"]
@@ -41,12 +38,12 @@ class OnDevice(Kind):
         return _Copies(self, comm, hosts)
 
     def empty(self, comm: Communicator, shape: Any, dtype: Any) -> Array:
-        if not comm.transport.enqueues:
+        if not comm.inner.transport.enqueues:
             # This transport allocates memory of the host.
             made: Array = comm.empty(shape, dtype)
             return made
         made = comm.empty(shape, dtype, like=_one(self.name, comm))
-        on_gpu, kind = adapter_of(made).view(made)
+        on_gpu, kind = arrays.adapter_of(made).view(made)
         return _as_numpy(_host_window(on_gpu), kind)
 
 
@@ -54,14 +51,13 @@ def on_device(name: str) -> OnDevice:
     """Return the :class:`OnDevice` of a name, ``"cuda"`` or ``"cupy"``."""
 
     def read(x: Any) -> Array:
-        array, dtype = adapter_of(x).view(x)
+        array, dtype = arrays.adapter_of(x).view(x)
         return _as_numpy(array.to_host(), dtype)
 
     def of(x: Array) -> Any:
         raise TypeError(f"{name}: an array of this kind needs the GPU of a rank")
 
-    cls = DeviceArray if name == "cuda" else __import__("cupy").ndarray
-    return OnDevice(name, of, read, cls, name)
+    return OnDevice(name, of, read, framework(name).type, name)
 
 
 def _as_numpy(array: Any, dtype: Any) -> Array:
@@ -99,7 +95,7 @@ class _Copies(Loan):
         self._comm = comm
         # An array and not the name: only an array tells the call on which GPU results should be.
         self.like = _one(kind.name, comm)
-        seen = [adapter_of(host).view(host) for host in hosts]
+        seen = [arrays.adapter_of(host).view(host) for host in hosts]
         self._hosts = [host for host, _ in seen]
         self._stream = _stream(kind.name, _device_of(comm))
         self._spans = self._copied([_bounds(host) for host in self._hosts])
@@ -133,7 +129,7 @@ class _Copies(Loan):
         return [span for span in self._spans if span.low <= low < high <= span.high]
 
     def end(self, call: str) -> None:
-        backend = self._comm.transport
+        backend = self._comm.inner.transport
         if backend.enqueues:
             backend.synchronize_event(self._stream.record(), call, Deadline.never())
 
@@ -175,7 +171,7 @@ def _window(low: int, high: int) -> tuple[int, Any]:
 
 def _device_of(comm: Communicator) -> cuda.Device:
     """Return a rank's GPU: that of its transport, else a GPU by the local rank."""
-    own: cuda.Device | None = getattr(comm.transport, "device", None)
+    own: cuda.Device | None = getattr(comm.inner.transport, "device", None)
     return own or cuda.device(comm.local_rank % cuda.device_count())
 
 
@@ -185,7 +181,7 @@ def _one(name: str, comm: Communicator) -> Any:
     stream = _stream(name, device)
     memory = cuda.allocate(device, 4, stream)
     array = DeviceArray(memory.address, (1,), np.float32, device, stream, owner=memory)
-    return adapter_like(name).wrap(array, from_numpy(array.dtype))
+    return adapter_like(name).wrap(array, dtypes.from_numpy(array.dtype))
 
 
 @functools.cache

@@ -10,23 +10,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
-from collective.communicator import Communicator
-from collective.contract import registry
-from collective.contract.backend import Backend
-from collective.contract.capabilities import Capabilities
-from collective.contract.world import World
-from collective.deadline import Deadline
-from collective.errors import InvalidArgumentError
+from collective import Communicator, InvalidArgumentError
 from collective.generations.lineage import Lineage
-from collective.launch.command_starter import under_mpiexec
-from collective.launch.mpiexec import Mpiexec
-from collective.launch.outcome import RankDiedError, RanksFailedError
+from collective.inner import (
+    Backend,
+    Capabilities,
+    Deadline,
+    FileStore,
+    Mpiexec,
+    Participant,
+    RankDiedError,
+    Ranks,
+    RanksFailedError,
+    World,
+    registry,
+    session,
+    under_mpiexec,
+)
 from collective.launch.process_starter import ProcessStarter
-from collective.launch.ranks import Job, Participant, Ranks, Starter
-from collective.launch.thread_starter import ThreadStarter
-from collective.start import session
+from collective.launch.ranks import Job, Starter, ThreadStarter
 from collective.start.connecting import met, tell_ended
-from collective.start.stores import FileStore
 
 from .faults import Fault, FaultyBackend, RankKilled
 
@@ -158,7 +161,7 @@ class CommunicatorJob(Job):
         # Each job may run in a new thread, and module-level calls use the thread's current
         # communicator.
         session.set_current(comm)
-        transport = comm.transport
+        transport = comm.inner.transport
         try:
             value = self.function(comm, *self.args, **self.options)
         except RankKilled as killed:
@@ -196,6 +199,7 @@ class RankPool:
         timeout: seconds that a job may take, unless the job sets its own.
         mpiexec: launcher of the ranks, for the MPI transport; by default the ``mpiexec`` beside
             this Python, with this Python.
+        starter: starter of the ranks, by default the one for ``backend``.
 
     Raises:
         BackendNotFoundError: there is no such transport.
@@ -209,6 +213,7 @@ class RankPool:
         *,
         timeout: float = 60.0,
         mpiexec: Mpiexec | None = None,
+        starter: Starter | None = None,
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InvalidArgumentError(f"RankPool: size {size!r}; pass a positive integer.")
@@ -217,11 +222,12 @@ class RankPool:
         self.timeout = timeout
         kind = backend_class(backend)
         self.capabilities = capabilities_of(backend, mpiexec)
-        starter: Starter = ProcessStarter()
-        if self.capabilities.in_process:
-            starter = ThreadStarter()
-        elif kind.launcher == "mpiexec":
-            starter = under_mpiexec(size, mpiexec or Mpiexec())
+        if starter is None:
+            starter = ProcessStarter()
+            if self.capabilities.in_process:
+                starter = ThreadStarter()
+            elif kind.launcher == "mpiexec":
+                starter = under_mpiexec(size, mpiexec or Mpiexec())
         self._ranks = Ranks(size, starter)
         self._directory: str | None = None
         self._shared: Opening | None = None

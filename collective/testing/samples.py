@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.memory.dtypes import BY_NAME
-from collective.ops import Op
+from collective import Communicator
+from collective.inner import BY_NAME, Op
 
 from .frameworks import encoded, framework, widened
 
@@ -343,12 +342,18 @@ def assert_close(found: Any, wanted: Any, what: str, tolerance: float) -> None:
 
 
 def assert_bits(found: Any, wanted: Array, what: str) -> None:
-    """Check that an array has the bits ``wanted``, unsigned integers of its elements' size.
+    """Check that an array has the bits of ``wanted``, so that -0 is not 0.
+
+    Args:
+        wanted: the elements, or unsigned integers of their size.
 
     Raises:
         AssertionError: the bits differ; the text names the first difference.
     """
-    bits = _stored(found).view(wanted.dtype)
+    unsigned = f"u{wanted.itemsize}"
+    bits, wanted = _stored(found).view(unsigned), wanted.view(unsigned)
+    if bits.shape != wanted.shape:
+        raise AssertionError(f"{what}: shape {bits.shape}; expected {wanted.shape}")
     if not np.array_equal(bits, wanted):
         raise AssertionError(f"{what}, by their bits: {told(bits != wanted, bits, wanted, hex)}")
 

@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.deadline import Deadline
-from collective.errors import UnsupportedError
-from collective.launch.outcome import RanksFailedError
+from collective import Communicator, UnsupportedError
+from collective.inner import Deadline, RanksFailedError
 
 from .checks import RankFactory
 from .faults import Fault
@@ -70,7 +68,8 @@ def sum_of(comm: Communicator, first: int) -> float:
 def seen_of(comm: Communicator, first: int) -> Survivor:
     """Return what the rank sees whose first number is ``first``."""
     total = sum_of(comm, first)
-    return Survivor(comm.rank, comm.size, comm.generation, comm.origin, comm.lost, total)
+    ranks = comm.membership
+    return Survivor(comm.rank, comm.size, ranks.generation, ranks.origin, ranks.lost, total)
 
 
 def survivors(
@@ -114,10 +113,10 @@ def hold_generation(
 
 
 def hold_refused(comm: Communicator, call: str) -> None:
-    """Check that a call is refused, with a remedy, and that the ranks can go on."""
+    """Check that ``comm`` or its membership refuses a call, names a remedy, and goes on."""
     text = "it was not refused"
     try:
-        getattr(comm, call)()
+        getattr(comm if call in ("shrink", "grow") else comm.membership, call)()
     except UnsupportedError as error:
         text = str(error)
     comm.barrier()

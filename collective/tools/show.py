@@ -1,12 +1,13 @@
-"""Helpers of the commands: figures with units, tables, one line of progress, options.
+"""Helpers of the commands: figures with units, tables, one line of progress, options, files.
 
-This module imports neither NumPy nor rich, which a listing of the commands does not need.
+This module does not import NumPy, which a listing of the commands does not need.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -14,20 +15,16 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from collective.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.table import Table
+from collective import InvalidArgumentError
 
 __all__ = [
-    "Output", "Progress", "add_outputs", "add_sizes", "aligned", "check_known", "console", "count",
-    "counts", "escape", "lines", "microseconds", "names", "narrowest", "parse_size", "parts",
-    "print_table", "rate_name", "size_name", "table", "time_name", "width", "write",
+    "Output", "Progress", "add_outputs", "add_sizes", "aligned", "check_directory",
+    "check_file", "check_known", "count", "counts", "lines", "microseconds", "names", "parse_size",
+    "parts", "print_table", "rate_name", "size_name", "time_name", "width", "write", "written",
 ]  # fmt: skip
 
 _SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -35,21 +32,14 @@ _TIMES = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _RATES = {"B/s": 1.0, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12}
 # Width for output to a pipe or a file, so that text is not cut to the width of a terminal.
 _UNCUT = 300
-# Characters that rich puts between two columns, for this box and padding.
-_RICH_GAP = 3
 # Characters of the progress bar: usual number, and least number.
 _BAR, _LEAST_BAR = 20, 5
 # Least time between two lines of progress with the same text, in seconds.
 _LINE_S = 10.0
-# Text that rich would read as the beginning of a mark-up.
-_BRACKET = re.compile(r"(\\*)(\[[a-z#/@][^[]*?\])")
-_ESCAPED = re.compile(r"(\\*)\\(\[[a-z#/@])")
 #: Spaces between two columns.
 GAP = 2
 # Width to which a column of words is narrowed before the column goes into a further part.
 _NARROW = 24
-#: Colour mark-up of rich.
-MARKUP = re.compile(r"\[/?[a-z]*\]")
 
 # -- figures ------------------------------------------------------------------------------------
 
@@ -102,181 +92,60 @@ def microseconds(seconds: float) -> str:
 # -- tables -------------------------------------------------------------------------------------
 
 
-def width() -> int:
-    """Return the width for output: COLUMNS, else that of the terminal, else a large width."""
+def width(least: int = _UNCUT) -> int:
+    """Return the width for output: COLUMNS, else that of the terminal, else ``least``."""
     if "COLUMNS" in os.environ or sys.stdout.isatty():
         return shutil.get_terminal_size().columns
-    return _UNCUT
+    return least
 
 
-class Output(Protocol):
-    """Standard output for text with colours and for tables: rich's console, or a plain one."""
-
-    def print(
-        self,
-        *objects: Any,
-        end: str = "\n",
-        markup: bool | None = None,
-        soft_wrap: bool | None = None,
-    ) -> None:
-        """Print texts and tables.
-
-        Args:
-            objects: texts, and tables of :func:`table`.
-            end: text after them.
-            markup: whether ``[red]`` is a colour; by default as for this output.
-            soft_wrap: if true, do not wrap the text.
-        """
-
-    def rule(self, *, style: str) -> None:
-        """Print a line across the output."""
-
-
-def console(markup: bool = True, least: int = _UNCUT) -> Output:
-    """Return rich's console for standard output, or a plain one if rich is not installed.
+class Output:
+    """Report on standard output: texts and tables that fit its width.
 
     Args:
-        markup: whether ``[red]`` is a colour; False for text such as ``[rank 1 of 4]``.
-        least: least width if standard output is not a terminal and COLUMNS is not set.
+        least: width if standard output is not a terminal and COLUMNS is not set.
     """
-    if not _has_rich():
-        return _PlainConsole(markup, least)
-    from rich.console import Console
 
-    made = Console(highlight=False, markup=markup)
-    if not made.is_terminal and "COLUMNS" not in os.environ:
-        made.width = max(least, made.width)
-    return made
+    def __init__(self, least: int = _UNCUT) -> None:
+        self._width = width(least)
 
-
-def _has_rich() -> bool:
-    return importlib.util.find_spec("rich") is not None
-
-
-def escape(text: str) -> str:
-    """Return a text for a cell with mark-up, in which brackets are no colours."""
-    return _BRACKET.sub(lambda match: f"{match[1] * 2}\\{match[2]}", text)
-
-
-def _without_markup(text: str) -> str:
-    bare = re.sub(rf"(?<!\\)(?:{MARKUP.pattern})", "", text)
-    return _ESCAPED.sub(lambda match: match[1][: len(match[1]) // 2] + match[2], bare)
-
-
-class _PlainConsole:
-    """Replacement of rich's console that prints text without colours."""
-
-    def __init__(self, markup: bool, least: int) -> None:
-        self._markup = markup
-        is_known = "COLUMNS" in os.environ or sys.stdout.isatty()
-        self._width = width() if is_known else least
-
-    def print(
-        self,
-        *objects: Any,
-        end: str = "\n",
-        markup: bool | None = None,
-        soft_wrap: bool | None = None,
-    ) -> None:
-        texts = []
-        for each in objects:
-            if isinstance(each, _Fitting):
-                texts.append("\n".join([*each.lines(self._width), ""]))
-                continue
-            is_marked = self._markup if markup is None else markup
-            text = _without_markup(str(each)) if is_marked else str(each)
-            texts.append(text if soft_wrap else self._wrapped(text))
-        print(*texts, end=end)
-
-    def rule(self, *, style: str) -> None:
-        print("─" * self._width)
-
-    def _wrapped(self, text: str) -> str:
-        return "\n".join(
+    def say(self, text: str) -> None:
+        """Print lines of text, wrapped at spaces, so that a path can be copied."""
+        self.quote("\n".join(
             textwrap.fill(
                 line, self._width, break_long_words=False, break_on_hyphens=False,
                 drop_whitespace=len(line) > self._width,
             )
             for line in text.split("\n")
-        )  # fmt: skip
+        ))  # fmt: skip
 
+    def quote(self, text: str) -> None:
+        """Print a text as it is, such as an error or a program."""
+        if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+            text = text.replace("FAILED", "\033[31mFAILED\033[0m")
+        print(text)
 
-class _Fitting:
-    """Table for rich in as many parts as are needed to fit the width of the console."""
-
-    def __init__(
-        self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], markup: bool
-    ) -> None:
-        self._title = title
-        self._header = header
-        self._rows = rows
-        self._markup = markup
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        title, wide = self._title, options.max_width
-        least = narrowest(self._header, self._rows, wide, markup=self._markup)
-        for columns in parts(self._header, self._rows, least, wide, _RICH_GAP):
-            room = wide - sum(least[n] for n in columns) - _RICH_GAP * (len(columns) - 1)
-            widths = widened(self._header, self._rows, columns, least, room)
-            yield self._part(title, dict(zip(columns, widths)))
-            yield ""
-            title = ""
-
-    def lines(self, wide: int) -> list[str]:
-        """Return the lines of the table without colours, for an output of some width."""
-        rows = self._rows
-        if self._markup:
-            rows = [[_without_markup(cell) for cell in row] for row in rows]
-        least = narrowest(self._header, rows, wide, by_words=False)
-        shown = [self._title]
-        for columns in parts(self._header, rows, least, wide):
-            shown += lines([[row[n] for n in columns] for row in [self._header, *rows]], wide)
-        return shown
-
-    def _part(self, title: str, columns: Mapping[int, int]) -> Table:
-        from rich import box
-        from rich.table import Table
-
-        part = Table(
-            title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
-            show_edge=False,
-        )  # fmt: skip
-        right = figures(self._header, self._rows)
-        for n, column_width in columns.items():  # rich's own choice of widths may drop a column
-            part.add_column(
-                self._header[n], justify="right" if right[n] else "left", width=column_width,
-                overflow="fold",
-            )  # fmt: skip
-        for row in self._rows:
-            part.add_row(*(row[n] for n in columns))
-        return part
-
-
-def table(
-    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], markup: bool = True
-) -> _Fitting:
-    """Return a table for rich. Columns of figures are aligned right; the first column is not.
-
-    If the console is narrower than the table, some columns form further parts below.
-
-    Args:
-        markup: whether ``[red]`` in a cell is a colour, as for a default :func:`console`.
-    """
-    return _Fitting(title, header, rows, markup)
+    def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table; if it is too wide, some columns form further parts below."""
+        shown = [title]
+        for columns in parts(header, rows, self._width):
+            shown += lines([[row[n] for n in columns] for row in [header, *rows]], self._width)
+        self.quote("\n".join([*shown, ""]))
 
 
 def print_table(
     title: str, header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = False
 ) -> None:
-    """Print a table, with rich if that is installed."""
-    if markdown:
-        rule = ["---:" if right else "---" for right in figures(header, rows)]
-        print(f"**{title}**\n")
-        for row in [header, rule, *rows]:
-            print(f"| {' | '.join(row)} |")
-        print()
-    else:
-        console(markup=False).print(table(title, header, rows, markup=False))
+    """Print a table; short rows are filled with empty cells."""
+    rows = [[*row, *[""] * (len(header) - len(row))] for row in rows]
+    if not markdown:
+        Output().table(title, header, rows)
+        return
+    rule = ["---:" if right else "---" for right in figures(header, rows)]
+    print(f"**{title}**\n")
+    for row in [header, rule, *rows]:
+        print(f"| {' | '.join(row)} |")
+    print()
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -292,92 +161,38 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def figures(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:
-    """Return which columns hold figures, ignoring colours; the first column never does."""
+    """Return which columns hold figures; the first column never does."""
     return [i > 0 and all(_is_figure(row[i]) for row in rows) for i in range(len(header))]
 
 
 def _is_figure(cell: str) -> bool:
-    shown = MARKUP.sub("", cell)
-    return not shown or shown.lstrip("+-")[:1].isdigit() or shown in "-–"
+    return not cell or cell.lstrip("+-")[:1].isdigit() or cell in "-–"
 
 
-def narrowest(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    width: int,
-    *,
-    markup: bool = False,
-    by_words: bool = True,
-) -> list[int]:
-    """Return the least width of each column, in characters.
-
-    Args:
-        header, rows: the whole table.
-        width: width of the terminal or page.
-        markup: whether ``[red]`` is a colour.
-        by_words: whether the words of a column's name may stand below each other.
-    """
-    least = []
-    for n, (name, is_figure) in enumerate(zip(header, figures(header, rows))):
-        cells = [MARKUP.sub("", row[n]) if markup else row[n] for row in rows]
-        widest = max(map(len, [*cells, ""]))
-        if not is_figure:
-            widest = min(widest, _narrow(width))
-        least.append(max(widest, *map(len, name.split() if by_words and name else [name])))
-    return least
-
-
-def parts(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    least: Sequence[int],
-    width: int,
-    gap: int = GAP,
-) -> list[list[int]]:
+def parts(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[int]]:
     """Return the columns of each part of a table, so that each part is up to ``width`` wide.
 
     A part with only one column beside its key columns may be wider.
 
     Args:
         header, rows: the whole table.
-        least: the table's widths of :func:`narrowest`.
         width: width in characters.
-        gap: spaces between two columns.
     """
-    keys = [0, 1] if len(header) > 1 and not figures(header, rows)[1] else [0]
-    room = width - sum(least[n] for n in keys) - gap * (len(keys) - 1)
+    right, least = figures(header, rows), []
+    for n, name in enumerate(header):
+        widest = max(map(len, [*(row[n] for row in rows), ""]))
+        least.append(max(widest if right[n] else min(widest, _narrow(width)), len(name)))
+    keys = [0, 1] if len(header) > 1 and not right[1] else [0]
+    room = width - sum(least[n] for n in keys) - GAP * (len(keys) - 1)
     groups: list[list[int]] = []
     left = 0
     for n in range(len(keys), len(header)):
-        if not groups or least[n] + gap > left:
+        if not groups or least[n] + GAP > left:
             groups.append(list(keys))
             left = room
         groups[-1].append(n)
-        left -= least[n] + gap
+        left -= least[n] + GAP
     return groups or [keys]
-
-
-def widened(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    columns: Sequence[int],
-    least: Sequence[int],
-    room: int,
-) -> list[int]:
-    """Return the width of each column of a part, when ``room`` more characters are available.
-
-    Columns that lack least come first. No column gets more than it needs.
-    """
-    needs = {
-        n: max(len(MARKUP.sub("", cell)) for cell in (header[n], *(row[n] for row in rows)))
-        for n in columns
-    }
-    widths = {n: least[n] for n in columns}
-    for n in sorted(columns, key=lambda n: needs[n] - least[n]):
-        more = max(0, min(needs[n] - least[n], room))
-        widths[n] += more
-        room -= more
-    return [widths[n] for n in columns]
 
 
 def _narrow(width: int) -> int:
@@ -386,32 +201,36 @@ def _narrow(width: int) -> int:
 
 
 def lines(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return rows as lines with aligned columns, up to ``width`` wide if possible.
+    """Return rows, the header first, as lines with aligned columns, up to ``width`` if possible.
 
-    The last column is wrapped only at spaces, so that a path can be copied. If a cell is wider than
-    its column, the row continues on a new line.
+    Figures are aligned right. The last column is wrapped only at spaces, so that a path can be
+    copied. If a cell is wider than its column, the row continues on a new line.
     """
     limit = _narrow(width)
     starts = [0]
-    for column in list(zip(*rows))[:-1]:
+    for column in zip(*rows):
         wide = max([len(cell) for cell in column if len(cell) <= limit], default=limit)
         starts.append(starts[-1] + wide + GAP)
+    room = [end - start - GAP for start, end in itertools.pairwise(starts)]
+    right = figures(rows[0], rows[1:])
     output = []
-    for row in rows:
+    for cells in rows:
+        row = [cell.rjust(room[n]) if right[n] else cell for n, cell in enumerate(cells)]
         line = ""
         for start, cell in zip(starts, row[:-1]):
             if len(line) > max(0, start - GAP):
                 output.append(line)
                 line = ""
             line = line.ljust(start) + cell
-        if len(line) > max(0, starts[-1] - GAP):
+        start = starts[len(row) - 1]
+        if len(line) > max(0, start - GAP):
             output.append(line)
             line = ""
         last = textwrap.wrap(
-            row[-1], max(1, width - starts[-1]), break_long_words=False, break_on_hyphens=False
+            row[-1], max(1, width - start), break_long_words=False, break_on_hyphens=False
         )
-        output.append(line.ljust(starts[-1]) + (last[0] if last else ""))
-        output += [" " * starts[-1] + part for part in last[1:]]
+        output.append(line.ljust(start) + (last[0] if last else ""))
+        output += [" " * start + part for part in last[1:]]
     return [line.rstrip() for line in output]
 
 
@@ -493,10 +312,10 @@ class Progress:
 # -- options ------------------------------------------------------------------------------------
 
 
-def count(text: str) -> int:
-    """Return an integer of at least one."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected an integer >= 1")
+def count(text: str, least: int = 1) -> int:
+    """Return an integer of at least ``least``."""
+    if not text.strip().isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected an integer >= {least}")
     return int(text)
 
 
@@ -542,17 +361,89 @@ def add_outputs(parser: argparse.ArgumentParser, *, earlier: bool = False) -> No
         )  # fmt: skip
 
 
-def add_sizes(
-    parser: argparse.ArgumentParser, default: str, option: str = "--sizes", text: str | None = None
-) -> None:
-    """Add an option for several sizes, separated by spaces as in ``default``."""
+def add_sizes(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add ``--sizes`` for several sizes, separated by spaces as in ``default``."""
     sizes = [parse_size(size) for size in default.split()]
-    parser.add_argument(
-        option, nargs="+", type=parse_size, default=sizes, metavar="SIZE", help=text
-    )
+    parser.add_argument("--sizes", nargs="+", type=parse_size, default=sizes, metavar="SIZE")
 
 
 def write(path: Path | None, content: Mapping[str, Any]) -> None:
     """Write JSON to a file; do nothing without a path."""
     if path is not None:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+# -- output files: unusable files are refused early, and errors have no traceback ------------------
+
+
+def check_file(option: str, path: Path | None, suffixes: Collection[str] = ()) -> None:
+    """Refuse a file that cannot be written.
+
+    Args:
+        option: option that names the file, such as ``--json``.
+        path: the file; None if the option is not given.
+        suffixes: known suffixes without the dot; empty if any suffix will do.
+
+    Raises:
+        InvalidArgumentError: its directory does not exist, or the file cannot be written, or its
+            suffix is unknown.
+    """
+    if path is None:
+        return
+    if suffixes and path.suffix[1:].lower() not in suffixes:
+        raise InvalidArgumentError(
+            f"{option} {path}: its suffix {path.suffix!r} is not a known format; use one of "
+            f"{', '.join(sorted(suffixes))}."
+        )
+    try:
+        _try(path)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{option} {path}: it cannot be written: {error.strerror}. Name a file in an existing "
+            "directory that you can write to."
+        ) from error
+
+
+def check_directory(option: str, path: Path) -> None:
+    """Create a directory, and refuse it if no files can be written there.
+
+    Raises:
+        InvalidArgumentError: the directory cannot be created or written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _try(path / f".collective-{os.getpid()}")
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{option} {path}: no files can be written there: {error.strerror}. Name a directory "
+            "that you can create and write to."
+        ) from error
+
+
+def _try(path: Path) -> None:
+    """Open a file as it will be opened later, and leave everything as it was."""
+    flags = os.O_WRONLY | os.O_CLOEXEC
+    try:
+        # Ask the kernel: permission bits do not show quotas or read-only file systems.
+        os.close(os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600))
+        path.unlink()
+    except FileExistsError:
+        if path.is_file() or path.is_dir():  # opening a pipe would wait for a reader
+            os.close(os.open(path, flags))
+
+
+def written(option: str, path: Path | None, write: Callable[[Path], object]) -> bool:
+    """Write a file; report on standard error if that fails in spite of the earlier check.
+
+    Returns:
+        False if writing failed; True also if ``path`` is None.
+    """
+    if path is None:
+        return True
+    try:
+        write(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            print(f"collective: {option} {path}: {error.strerror}.", file=sys.stderr)
+        return False
+    return True

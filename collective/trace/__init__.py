@@ -2,7 +2,6 @@
 
 from .tracer import (
     FIRST_LANE,
-    Interval,
     Tracer,
     current,
     interval,
@@ -14,6 +13,6 @@ from .tracer import (
 )  # fmt: skip
 
 __all__ = [
-    "FIRST_LANE", "Interval", "Tracer", "current", "interval", "now", "opened", "set_current",
+    "FIRST_LANE", "Tracer", "current", "interval", "now", "opened", "set_current",
     "span", "step",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import secrets
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.communicator.listener import CallEvent, Listened, Listener
+from collective.communicator.communicator import Communicator
+from collective.communicator.listener import CallEvent, Listener
 from collective.contract.work import Lane, Work
 from collective.errors import CollectiveTimeoutError, ConfigError, MismatchError
 from collective.platform import boot_id, usable_cores
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Maximum number of distinct calls, and of places in the program, whose text is kept.
 _KEPT = 1024
+_quoted = functools.lru_cache(_KEPT)(json.dumps)
 # Maximum number of members of a group, or of ranks in an error, that are listed one by one.
 _LISTED = 8
 # Number of exchanges with each host; the fastest one counts.
@@ -46,24 +48,29 @@ class TracedCalls(Listener):
         ranks: numbers of the communicator's ranks in the trace.
     """
 
-    def __init__(self, comm: Listened, tracer: Tracer, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, comm: Communicator, tracer: Tracer, name: str, ranks: Sequence[int]) -> None:
         self._tracer = tracer
         self._name = name
         self._ranks = list(ranks)
         self._groups: dict[tuple[int, ...], int] = {}
-        self._facts: dict[Request, str] = {}
-        self._sites: dict[str, str] = {}
-        self._category = "enqueue" if comm.enqueues else "collective"
-        self._title = f"calls in the background ({comm.backend}, {name})"
-        comm.listen(self)
+        self._facts = functools.lru_cache(_KEPT)(self._facts_of)
+        self._category = "enqueue" if comm.inner.enqueues else "collective"
+        comm.inner.listen(self)
 
     def before(self, event: CallEvent) -> None:
-        if event.request is None:
-            self._begin_message(event)
-        elif event.compares:
-            self._tracer.begin(f"compare {event.operation}", "compare", self._arguments(event))
+        request = event.request
+        if request is None:
+            ends = {"dst": event.dst, "src": event.src}
+            facts = {"comm": self._name, **{k: end for k, end in ends.items() if end is not None}}
+            name, category = event.operation, "message"
+            text = json.dumps({**facts, "tag": event.tag})[1:-1]
         else:
-            self._tracer.begin(event.operation, self._category, self._arguments(event))
+            name, category = event.operation, self._category
+            if event.compares:
+                name, category = f"compare {name}", "compare"
+            text = f'{self._facts(request)},"seq":{event.number}'
+        text += f',"bytes":{event.nbytes}' * (event.nbytes >= 0)
+        self._tracer.begin(name, category, f'{text},"site":{_quoted(call_site())}')
 
     def after(self, event: CallEvent, error: BaseException | None) -> None:
         if isinstance(error, Disagreement):
@@ -76,7 +83,7 @@ class TracedCalls(Listener):
     def arrives(self, nbytes: int) -> None:
         self._tracer.instant("message arrives", "message", f'"bytes":{nbytes}')
 
-    def group(self, child: Listened, ranks: Sequence[int]) -> None:
+    def group(self, child: Communicator, ranks: Sequence[int]) -> None:
         members = tuple(map(int, ranks))
         number = self._groups[members] = self._groups.get(members, 0) + 1
         name = f"{self._name}/{_members(members)}#{number}"
@@ -88,28 +95,8 @@ class TracedCalls(Listener):
     def close(self) -> None:
         self._tracer.flush()
 
-    def lane(self, name: str, messages: bool) -> Lane:
-        track = None if messages else self._tracer.track(self._title)
-        return _TracedLane(name, self._tracer, track)
-
-    def _begin_message(self, event: CallEvent) -> None:
-        fields: dict[str, Any] = {"comm": self._name}
-        fields |= {name: end for name, end in (("dst", event.dst), ("src", event.src))
-                 if end is not None}  # fmt: skip
-        text = json.dumps({**fields, "tag": event.tag})[1:-1]
-        text += f',"bytes":{event.nbytes}' * (event.nbytes >= 0)
-        self._tracer.begin(event.operation, "message", f'{text},"site":{self._site()}')
-
-    def _arguments(self, event: CallEvent) -> str:
-        """Return the facts about a call, as the inside of a JSON object."""
-        request = event.request
-        assert request is not None
-        facts = self._facts.get(request)
-        if facts is None:
-            if len(self._facts) >= _KEPT:
-                self._facts.clear()
-            facts = self._facts[request] = self._facts_of(request)
-        return f'{facts},"bytes":{event.nbytes},"seq":{event.number},"site":{self._site()}'
+    def lane(self, name: str) -> Lane:
+        return _TracedLane(name, self._tracer)
 
     def _facts_of(self, request: Request) -> str:
         """Return the facts that are the same for every call with this request."""
@@ -124,15 +111,6 @@ class TracedCalls(Listener):
         if "root" in facts:  # also give the root's number in the trace
             facts["root_rank"] = self._ranks[facts["root"]]
         return json.dumps(facts)[1:-1]
-
-    def _site(self) -> str:
-        site = call_site()
-        quoted = self._sites.get(site)
-        if quoted is None:
-            if len(self._sites) >= _KEPT:
-                self._sites.clear()
-            quoted = self._sites[site] = json.dumps(site)
-        return quoted
 
 
 def start_tracing(comm: Communicator, directory: str) -> None:
@@ -149,16 +127,22 @@ def start_tracing(comm: Communicator, directory: str) -> None:
     goes_on, refused = tracer is not None, ""
     if tracer is None:
         try:
-            tracer = Tracer(directory, comm.rank, comm.size)
+            tracer = Tracer(directory, comm.rank)
         except OSError as error:
             refused = f"{error.filename or directory}: {error.strerror}"
     mine = comm.rank if tracer is None else tracer.rank
     about = [secrets.token_hex(4), refused, goes_on, _clock_of_host(), now(), mine]
     try:
-        every = _gathered(comm, directory, about)
-    except BaseException:
+        every = comm.all_gather_object(about)
+    except BaseException as error:
         if tracer is not None and not goes_on:
             tracer.close()
+        if isinstance(error, (MismatchError, CollectiveTimeoutError)):
+            raise ConfigError(
+                f"trace: this rank writes a trace to {directory}, but some other rank writes none, "
+                f"or did not come [rank {comm.rank} of {comm.size}]. Set COLLECTIVE_TRACE for all "
+                "ranks or for none."
+            ) from error
         raise
     _refuse(every, comm.rank)
     assert tracer is not None
@@ -173,42 +157,25 @@ def start_tracing(comm: Communicator, directory: str) -> None:
                 {
                     "run": every[0][0], "size": comm.size, "local_size": comm.local_size,
                     "host": comm.host, "cores": usable_cores(), "backend": comm.backend,
-                    "enqueues": comm.enqueues, "clock_error_us": off_by * 1e6,
+                    "enqueues": comm.inner.enqueues, "clock_error_us": off_by * 1e6,
                 },
             )  # fmt: skip
     set_current(tracer, of_thread=of_thread)
     TracedCalls(comm, tracer, every[0][0], [entry[5] for entry in every])
 
 
-def _gathered(comm: Communicator, directory: str, about: list[Any]) -> list[list[Any]]:
-    """Return the ``about`` lists of all ranks."""
-    try:
-        return comm.all_gather_object(about)
-    except (MismatchError, CollectiveTimeoutError) as error:
-        raise ConfigError(
-            f"trace: this rank writes a trace to {directory}, but some other rank writes none, or "
-            f"did not come [rank {comm.rank} of {comm.size}]. Set COLLECTIVE_TRACE for all ranks "
-            "or for none."
-        ) from error
-
-
 class _TracedLane(Lane):
-    """Lane that traces when its calls were made, when they ran, and which thread waited for them.
+    """Lane that traces when its calls are made, when they run, and which thread waits for them."""
 
-    Args:
-        track: track on which the running calls appear; None chooses an idle track for each call.
-    """
-
-    def __init__(self, name: str, tracer: Tracer, track: int | None = None) -> None:
+    def __init__(self, name: str, tracer: Tracer) -> None:
         super().__init__(name)
         self._tracer = tracer
-        self._track = track
 
     def submit(self, what: str, function: Callable[[], T], work: Work[T] | None = None) -> Work[T]:
-        tracer, track, number = self._tracer, self._track, self._tracer.number()
+        tracer, number = self._tracer, self._tracer.number()
 
         def shown() -> T:
-            with tracer.on(track):
+            with tracer.in_background():
                 tracer.begin(what, "background")
                 tracer.flow("t", number)
                 try:
@@ -294,7 +261,7 @@ def offsets(
     leaders = sorted(set(first) - {0})
     if not leaders:
         return [(0.0, 0.0)] * comm.size
-    hosted = comm.on_host  # the times are in host memory, for any transport
+    hosted = comm.inner.on_host  # the times are in host memory, for any transport
     mine = (0.0, 0.0)
     for leader in leaders:
         if comm.rank == 0:

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import errno
 import fcntl
+import functools
 import itertools
 import json
 import os
@@ -20,12 +21,12 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 __all__ = [
     "FIRST_LANE",
-    "Interval",
     "Tracer",
     "current",
     "interval",
@@ -51,20 +52,10 @@ _HEAD = '{"displayTimeUnit": "ns", "otherData": {'
 now = time.monotonic
 
 _of_process: Tracer | None = None
+# Its ``tracer`` is that of a thread, for ranks that are threads.
+_of_thread = threading.local()
 _open: list[Tracer] = []
 _quote = json.dumps
-
-
-class _OfThread(threading.local):
-    tracer: Tracer | None = None
-
-
-# Tracer of each thread, for ranks that are threads.
-_of_thread = _OfThread()
-
-
-class _Tid(threading.local):
-    number: int | None = None
 
 
 class Tracer:
@@ -76,7 +67,6 @@ class Tracer:
     Args:
         directory: directory of the file; it is made if it does not exist.
         rank: the rank whose trace this is.
-        size: number of ranks.
 
     Attributes:
         path: path of the file.
@@ -87,17 +77,16 @@ class Tracer:
             another kind of file, which is not changed.
     """
 
-    def __init__(self, directory: str, rank: int, size: int) -> None:
+    def __init__(self, directory: str, rank: int) -> None:
         os.makedirs(directory, exist_ok=True)
         self.directory = directory
         self.path = os.path.join(directory, f"rank-{rank:05}.json")
         self.rank = rank
-        self.size = size
         self.ended = False
         self._lines: list[str] = []
         self._writing = threading.Lock()
         self._begun = False
-        self._tid = _Tid()
+        self._track = threading.local()  # its ``number`` is that of the thread's track
         self._tids: dict[str, int] = {}
         self._idle_tracks: list[int] = []
         self._tracks = itertools.count(FIRST_LANE)
@@ -117,11 +106,10 @@ class Tracer:
         """
         self._zero = zero
         head = _HEAD + json.dumps({**about, "rank": self.rank})[1:]
-        first = self._named("process_name", _FIRST_THREAD, f"rank {self.rank}")
+        first = self._named("process_name", _FIRST_THREAD, "name", f"rank {self.rank}")
         os.ftruncate(self._file, 0)
         self._write(f'{head}, "traceEvents": [\n{first}'.encode())
-        self._put(f'{{"ph":"M","pid":{self.rank},"tid":{_FIRST_THREAD},"name":"process_sort_index",'
-                  f'"args":{{"sort_index":{self.rank}}}}}')  # fmt: skip
+        self._put(self._named("process_sort_index", _FIRST_THREAD, "sort_index", self.rank))
         self._begun = True
         _open.append(self)
         threading.Thread(target=self._keep_writing, name="collective-trace", daemon=True).start()
@@ -136,98 +124,75 @@ class Tracer:
             category: category, by which a viewer can filter.
             args: further facts, as the inside of a JSON object.
         """
-        self._put(
-            f'{{"ph":"B","pid":{self.rank},"tid":{self.tid()},"ts":{self._at(now())},'
-            f'"name":{_quote(name)},"cat":"{category}","args":{{{args}}}}}'
-        )
+        self._event("B", f'"name":{_quote(name)},"cat":"{category}","args":{{{args}}}')
 
     def end(self, args: str = "") -> None:
         """End the slice that the calling thread began last."""
-        self._put(
-            f'{{"ph":"E","pid":{self.rank},"tid":{self.tid()},"ts":{self._at(now())},'
-            f'"args":{{{args}}}}}'
-        )
+        self._event("E", f'"args":{{{args}}}')
 
     def instant(self, name: str, category: str, args: str = "") -> None:
         """Mark a moment on the calling thread's track."""
-        self._put(
-            f'{{"ph":"i","s":"t","pid":{self.rank},"tid":{self.tid()},"ts":{self._at(now())},'
-            f'"name":{_quote(name)},"cat":"{category}","args":{{{args}}}}}'
-        )
+        self._event("i", f'"s":"t","name":{_quote(name)},"cat":"{category}","args":{{{args}}}')
 
     def flow(self, phase: str, number: int) -> None:
         """Draw an arrow from (``"s"``), through (``"t"``) or to (``"f"``) the open slice."""
         bound = ',"bp":"e"' if phase != "s" else ""
-        self._put(
-            f'{{"ph":"{phase}","pid":{self.rank},"tid":{self.tid()},"ts":{self._at(now())},'
-            f'"name":"async call","cat":"async","id":{number}{bound}}}'
-        )
+        self._event(phase, f'"name":"async call","cat":"async","id":{number}{bound}')
 
     def number(self) -> int:
         """Return a number that no rank has used for another arrow or interval."""
         return next(self._numbers)
 
-    def between(self, phase: str, name: str, number: int, args: str = "") -> None:
+    def between(self, phase: str, name: str, number: int) -> None:
         """Begin (``"b"``) or end (``"e"``) an interval that belongs to no thread."""
+        identity = f'"id2":{{"local":"{number:#x}"}},"args":{{}}'
+        self._event(phase, f'"name":{_quote(name)},"cat":"interval",{identity}')
+
+    def _event(self, phase: str, rest: str) -> None:
+        moment = (now() - self._zero) * 1e6
         self._put(
-            f'{{"ph":"{phase}","pid":{self.rank},"tid":{self.tid()},"ts":{self._at(now())},'
-            f'"name":{_quote(name)},"cat":"interval","id2":{{"local":"{number:#x}"}},'
-            f'"args":{{{args}}}}}'
+            f'{{"ph":"{phase}","pid":{self.rank},"tid":{self._tid()},"ts":{moment:.3f},{rest}}}'
         )
 
     # -- tracks -----------------------------------------------------------------------------
 
-    def tid(self) -> int:
+    def _tid(self) -> int:
         """Return the number of the calling thread's track."""
-        number = self._tid.number
+        number: int | None = getattr(self._track, "number", None)
         if number is None:
             thread = threading.current_thread()
             # A thread with the name of an earlier thread continues that thread's track.
             name = "program" if thread is threading.main_thread() else thread.name
-            known = self._tids.get(name)
-            if known is None:
-                known = self._tids[name] = _FIRST_THREAD + len(self._tids)
-                self._put(self._named("thread_name", known, name))
-            number = self._tid.number = known
-        return number
-
-    def track(self, name: str) -> int:
-        """Return the number of a new track for background operations."""
-        number = next(self._tracks)
-        self._put(self._named("thread_name", number, name))
+            if name not in self._tids:
+                self._tids[name] = _FIRST_THREAD + len(self._tids)
+                self._put(self._named("thread_name", self._tids[name], "name", name))
+            number = self._track.number = self._tids[name]
         return number
 
     @contextlib.contextmanager
-    def on(self, track: int | None) -> Any:
-        """Put the events of the calling thread on another track, for a ``with`` body.
+    def in_background(self) -> Iterator[None]:
+        """Put the events of the calling thread on an idle background track, for a ``with`` body.
 
-        Args:
-            track: number of the track; None takes an idle track.
+        A thread is short-lived, and a program may use a new tag, and so a new thread, for every
+        message. So threads have no tracks of their own here.
         """
-        taken = track
-        if taken is None:
-            try:
-                taken = self._idle_tracks.pop()
-            except IndexError:
-                taken = self.track("messages in the background")
-        before, self._tid.number = self._tid.number, taken
+        try:
+            track = self._idle_tracks.pop()
+        except IndexError:
+            track = next(self._tracks)
+            self._put(self._named("thread_name", track, "name", "calls in the background"))
+        before, self._track.number = getattr(self._track, "number", None), track
         try:
             yield
         finally:
-            self._tid.number = before
-            if track is None:
-                self._idle_tracks.append(taken)
+            self._track.number = before
+            self._idle_tracks.append(track)
 
-    def _named(self, what: str, tid: int, name: str) -> str:
-        return (
-            f'{{"ph":"M","pid":{self.rank},"tid":{tid},"name":"{what}",'
-            f'"args":{{"name":{_quote(name)}}}}}'
-        )
+    def _named(self, what: str, tid: int, key: str, value: str | int) -> str:
+        """Return the event that names or places a track or a process."""
+        return _quote({"ph": "M", "pid": self.rank, "tid": tid, "name": what, "args": {key: value}})
 
     # -- the file ---------------------------------------------------------------------------
-
-    def _at(self, moment: float) -> str:
-        return f"{(moment - self._zero) * 1e6:.3f}"
 
     def _put(self, line: str) -> None:
         lines = self._lines
@@ -325,35 +290,13 @@ def open_file(path: str) -> int:
 # -- marks of the program -----------------------------------------------------------------------
 
 
-class _ProgramSlice(AbstractContextManager[None]):
-    """Slice that the program marks with :func:`span`."""
-
-    def __init__(self, tracer: Tracer, name: str, args: dict[str, Any]) -> None:
-        self._tracer = tracer
-        self._name = name
-        self._args = args
-
-    def __enter__(self) -> None:
-        self._tracer.begin(self._name, "span", _quote(self._args, default=str)[1:-1])
-
-    def __exit__(self, *_: object) -> None:
-        self._tracer.end()
-
-
-class Interval:
-    """Interval of time that begins in one thread and may end in another."""
-
-    def __init__(self, tracer: Tracer, name: str) -> None:
-        self._tracer = tracer
-        self._name = name
-        self._number = tracer.number()
-        tracer.between("b", name, self._number)
-
-    def end(self) -> None:
-        """End the interval; further calls do nothing."""
-        if self._number:
-            self._tracer.between("e", self._name, self._number)
-        self._number = 0
+@contextlib.contextmanager
+def _slice(tracer: Tracer, name: str, args: dict[str, Any]) -> Iterator[None]:
+    tracer.begin(name, "span", _quote(args, default=str)[1:-1])
+    try:
+        yield
+    finally:
+        tracer.end()
 
 
 # Result of span() without a trace.
@@ -362,7 +305,7 @@ _NOTHING = contextlib.nullcontext()
 
 def current() -> Tracer | None:
     """Return the tracer of this rank; None if the rank writes no trace."""
-    return _of_thread.tracer or _of_process
+    return getattr(_of_thread, "tracer", None) or _of_process
 
 
 def span(name: str, **args: Any) -> AbstractContextManager[None]:
@@ -381,13 +324,20 @@ def span(name: str, **args: Any) -> AbstractContextManager[None]:
     if not _open:
         return _NOTHING
     tracer = current()
-    return _NOTHING if tracer is None else _ProgramSlice(tracer, name, args)
+    return _NOTHING if tracer is None else _slice(tracer, name, args)
 
 
-def interval(name: str) -> Interval | None:
-    """Begin an interval in the trace, which a call of its ``end`` in any thread ends."""
+def interval(name: str) -> Callable[[], None] | None:
+    """Begin an interval in the trace; return the function that ends it, in any thread.
+
+    Without a trace the result is None.
+    """
     tracer = current() if _open else None
-    return None if tracer is None else Interval(tracer, name)
+    if tracer is None:
+        return None
+    number = tracer.number()
+    tracer.between("b", name, number)
+    return functools.partial(tracer.between, "e", name, number)
 
 
 def step(by: str = "program") -> None:

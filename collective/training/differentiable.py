@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from collective.algorithms.pieces import split_sizes
 from collective.communicator import NULL, Communicator
-from collective.communicator.rows import split_sizes
 from collective.contract.backend import ANY_SOURCE
 from collective.errors import InvalidArgumentError, RankError
 

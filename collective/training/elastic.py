@@ -77,7 +77,7 @@ class Generation:
             self.error = error
             return True
         leaves = isinstance(error, PreemptedError)
-        if leaves or (error is not None and self.comm.generation):
+        if leaves or (error is not None and self.comm.membership.generation):
             # The program has its own ``with`` around the first communicator, and closes it. But a
             # rank that leaves may first write a file, and the others go on meanwhile.
             self.comm.__exit__(kind, error, traceback)
@@ -122,7 +122,7 @@ class Generation:
         if self.comm.size == 1 or not self.comm.capabilities.shrinks:
             return self.error is None
         try:
-            return self.comm.agree(self.error is None, timeout=self._timeout)
+            return self.comm.membership.agree(self.error is None, timeout=self._timeout)
         except _LOSSES as error:
             # A rank does not answer, and the other ranks continue without it.
             self.error = self.error or error
@@ -184,9 +184,9 @@ def generations(
             reached it, or has met a loss; by default the communicator's timeout. If a rank
             does not answer for longer, and for ``COLLECTIVE_SHRINK_GRACE`` seconds more, the other
             ranks exclude it. They have the same time to continue without it, or
-            :attr:`Communicator.shrink_timeout` if that is longer.
-        grow: whether processes may join, the same on all ranks; by default ``COLLECTIVE_GROW``,
-            which ``collective run --replace`` sets. It costs a small broadcast each commit.
+            :attr:`Membership.shrink_timeout` if that is longer.
+        grow: whether processes may join, the same on all ranks; by default whether
+            ``collective run --replace`` started them. It costs a small broadcast each commit.
         save: function that writes the state to a file. Rank 0 calls it when it leaves after
             SIGTERM, right after a commit, and without the other ranks: its calls of ``comm`` fail.
             If a later rank 0 leaves as well, it saves a later commit.
@@ -213,9 +213,9 @@ def _generations(
     grow: bool | None,
     save: Callable[[], object] | None,
 ) -> Iterator[Generation]:
-    if comm.joins:
+    if comm.membership.joins:
         comm = _joined(comm)
-    grows = comm.grows and load({}).grow == "on" if grow is None else grow
+    grows = comm.membership.grows and load({}).grow == "on" if grow is None else grow
     comm = _synced(comm, state, min_ranks, grows, timeout)
     while True:
         generation, begun_at = Generation(comm, timeout, save), state.commits
@@ -228,7 +228,7 @@ def _generations(
             continue
         error = generation.error
         following = _shrunk(comm, min_ranks, timeout)
-        lost = following.lost
+        lost = following.membership.lost
         comm = _synced(following, state, min_ranks, grows, timeout)
         # The check comes after the sync, which gives all ranks the same number of commits, so all
         # ranks raise or none does. A body that always ends with an error, without a loss, would
@@ -253,7 +253,7 @@ def _joined(comm: Communicator) -> Communicator:
 
 def _shrunk(comm: Communicator, min_ranks: int | None, timeout: float | None) -> Communicator:
     """Return the surviving ranks; ``timeout`` is that of :func:`generations`."""
-    seconds = None if timeout is None else max(timeout, comm.shrink_timeout)
+    seconds = None if timeout is None else max(timeout, comm.membership.shrink_timeout)
     return comm.shrink(min_ranks=min_ranks, timeout=seconds)
 
 

@@ -24,8 +24,7 @@ from collective.memory.arrays import is_array
 
 from .elastic_copies import Path, copied, digest_of, leaves, mapped, plain
 from .preemption import Preemption
-from .rebinding import Rebindable
-from .shares import Sharded
+from .shares import Rebindable, Sharded
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -251,7 +250,7 @@ class State:
         self._keep(last.number + 1, self._copies(taken, rooms), self.comm)
         self.__dict__["_rooms"] = last.parts
         self._preemption.check()
-        if self._grows and (count := self.comm.waiting()):
+        if self._grows and (count := self.comm.membership.waiting()):
             raise RanksJoinError(
                 f"commit: number of processes that wait to join: {count}. This error ends the body "
                 "of elastic.generations, which then runs again with them. Do not catch it."
@@ -260,7 +259,7 @@ class State:
     def _keep(self, number: int, parts: dict[str, Any], comm: Communicator) -> None:
         """Put a commit in place; an interruption leaves either the old commit or the new one."""
         shards = {name: part.keep_shards() for name, part in self._sharded()}
-        commit = _Commit(number, parts, comm.generation, shards)
+        commit = _Commit(number, parts, comm.membership.generation, shards)
         if shards:
             # After the barrier every rank has the commit in `_pending`. So if one rank has it in
             # `_kept`, every other rank has it in one of the two. To continue from a commit, the

@@ -12,27 +12,69 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from collective import trace
-from collective.contract.copying import NotCopied
+from collective.contract.process import NotCopied
 from collective.errors import (
     CollectiveError,
     GradientError,
     InvalidArgumentError,
-    MismatchError,
 )
 from collective.memory.dtypes import named
 from collective.platform import usable_cores
 
-from .buckets import Bucket, Parameter, Reduce
-from .rebinding import Rebindable
+from .replicas import few, refuse_differences
+from .shares import Rebindable
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
     from collective.contract.work import Work
 
 __all__ = ["Bucket", "Gradients", "Parameter", "Reduce", "copied"]
+
+
+class Parameter(NamedTuple):
+    """Description of one parameter, as far as the engine needs it.
+
+    Attributes:
+        name: the name that errors print.
+        shape: shape of its gradient.
+        dtype: name of its gradient's type, such as ``"float32"``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass
+class Bucket:
+    """Gradients that are reduced together.
+
+    Attributes:
+        index: position in the order in which buckets are reduced; the same on all ranks.
+        array: memory of the gradients, one-dimensional, an array of the framework. Gaps between
+            gradients hold zeros.
+        members: numbers of the parameters whose gradients the bucket holds.
+        views: gradients in the bucket, one for each member.
+        is_last: whether it is the last bucket of a backward pass.
+        pending: number of gradients that the pass has not completed yet.
+    """
+
+    index: int
+    array: Any
+    members: list[int]
+    views: list[Any]
+    is_last: bool = False
+    pending: int = field(default=0, repr=False)
+
+
+#: Starts the reduction of a bucket, in place. Returns the work to wait for, or None if the
+#: reduction is already complete.
+Reduce = Callable[["Bucket"], "Work[Any] | None"]
+
 
 # Size of the first bucket, in bytes.
 _FIRST = 1 << 20
@@ -108,13 +150,15 @@ class Gradients(NotCopied):
         # How often each gradient is ready in a pass; None if `counts` is false.
         self._uses: list[int] | None = [0] * len(self.parameters) if counts else None
         self._begin_over()
-        self._arriving: trace.Interval | None = None
+        self._arriving: Callable[[], None] | None = None
 
     def _begin_over(self) -> None:
         """Lay out the buckets over the communicator, as before the first pass."""
-        mine: list[Any] = [tuple(parameter) for parameter in self.parameters]
+        mine = [[name, f"{dtype}{list(shape)}"] for name, shape, dtype in self.parameters]
         replies = self.comm.all_gather_object((mine, _overlaps(self.comm)))
-        self._check_parameters([parameters for parameters, _ in replies])
+        every = [parameters for parameters, _ in replies]
+        remedy = "Make the same model on every rank, with the same parameters frozen."
+        refuse_differences("gradients", "parameters", every, self.comm, remedy)
         first, limit = self._bytes
         if first is None:
             # The ranks must have equal buckets, so all of them must be able to reduce meanwhile.
@@ -154,34 +198,6 @@ class Gradients(NotCopied):
         self._begin_over()
 
     # -- memory ---------------------------------------------------------------------------
-
-    def _check_parameters(self, every: Sequence[Any]) -> None:
-        """Check that the parameters are the same on all ranks.
-
-        Args:
-            every: parameters of each rank.
-
-        Raises:
-            MismatchError: they are not.
-        """
-        for rank, theirs in enumerate(every):
-            if theirs == every[0]:
-                continue
-            if len(theirs) != len(every[0]):
-                what = f"{len(theirs)} parameters, but rank 0 has {len(every[0])}"
-            else:
-                differing = [(a, b) for a, b in zip(theirs, every[0]) if a != b]
-                a, b = (Parameter(*fields) for fields in differing[0])
-                what = (
-                    f"{a.name} {a.dtype}{list(a.shape)}, but rank 0 has {b.name} "
-                    f"{b.dtype}{list(b.shape)}"
-                )
-                what += f" and {len(differing) - 1} more" * (len(differing) > 1)
-            raise MismatchError(
-                f"gradients: the ranks' parameters differ: rank {rank} has {what} "
-                f"[rank {self.comm.rank} of {self.comm.size}]. Make the same model on every rank, "
-                "with the same parameters frozen."
-            )
 
     def _extents(self, number: int) -> tuple[int, int]:
         """Return a gradient's number of elements, and the number that it occupies in its bucket."""
@@ -326,11 +342,10 @@ class Gradients(NotCopied):
         if missing:
             self.drop()
             names = [self.parameters[number].name for number in missing]
-            listed = ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
             raise GradientError(
                 "gradients: this backward pass computed no gradient for "
-                f"{listed} [rank {self.comm.rank} of {self.comm.size}]. If a pass does not use all "
-                "parameters, or if not all outputs go into the loss, pass "
+                f"{few(names)} [rank {self.comm.rank} of {self.comm.size}]. If a pass does not "
+                "use all parameters, or if not all outputs go into the loss, pass "
                 "find_unused_parameters=True. If parameters are never trained, set "
                 "requires_grad=False."
             )
@@ -364,7 +379,7 @@ class Gradients(NotCopied):
 
     def _trace_arrived(self) -> None:
         if self._arriving is not None:
-            self._arriving.end()
+            self._arriving()
             self._arriving = None
 
     def drop(self) -> None:

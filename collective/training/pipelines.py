@@ -22,8 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from collective.communicator import Communicator
-from collective.errors import InvalidArgumentError, MismatchError
+from collective.errors import InvalidArgumentError
 
 __all__ = [
     "REDUCTIONS",
@@ -31,7 +30,6 @@ __all__ = [
     "Action",
     "Span",
     "check_options",
-    "check_same",
     "idle_share",
     "least_idle",
     "most_kept",
@@ -90,28 +88,6 @@ def check_options(microbatches: int, schedule: str, reduction: str) -> None:
             raise InvalidArgumentError(
                 f"Pipeline: {name}={value!r} (expected one of {', '.join(known)})."
             )
-
-
-def check_same(comm: Communicator, microbatches: int, schedule: str, reduction: str) -> None:
-    """Check that all ranks have the same options.
-
-    Collective: every rank of ``comm`` calls it.
-
-    Raises:
-        MismatchError: the options differ; every rank raises it.
-    """
-    every = comm.all_gather_object([microbatches, schedule, reduction])
-    other = next((rank for rank, theirs in enumerate(every) if theirs != every[0]), None)
-    if other is not None:
-        options = [
-            f"microbatches={every[rank][0]}, schedule={every[rank][1]!r}, "
-            f"reduction={every[rank][2]!r} on rank {rank}"
-            for rank in (0, other)
-        ]
-        raise MismatchError(
-            f"Pipeline: the ranks' options differ: {'; '.join(options)} [rank {comm.rank} of "
-            f"{comm.size}]. Pass the same options on every rank."
-        )
 
 
 def order(schedule: str, rank: int, stages: int, microbatches: int) -> list[Action]:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from collective.errors import UnsupportedError
 from collective.shards import ShardFold, Shards
 
-from .buckets import Bucket
-from .gradients import copied
+from .gradients import Bucket, copied
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
     from collective.contract.work import Work
 
-__all__ = ["Generator", "ShardPasses", "StateFold", "of_numpy", "seeded"]
+__all__ = ["Generator", "ShardPasses", "StateFold", "of_numpy", "refuse_joined", "seeded"]
 
 
 class Generator(NamedTuple):
@@ -183,6 +183,33 @@ class ShardPasses:
         return None if bucket.is_last else work
 
 
+def refuse_joined(call: str, parts: Iterable[tuple[str, Any]], norm: type, split: type) -> None:
+    """Refuse a model whose forward pass communicates: the ranks make different numbers of passes.
+
+    Args:
+        call: operation, for the error.
+        parts: parts of the model, by name.
+        norm: class of the adapter that normalises over the ranks' batches.
+        split: class of the adapter whose pieces are on several ranks.
+
+    Raises:
+        UnsupportedError: a part is of one of the two classes.
+    """
+    for name, part in parts:
+        if isinstance(part, split):
+            raise UnsupportedError(
+                f"{call}: {name or 'the model'} is a Split, whose pieces are on several ranks, "
+                "with shards. These ranks could hold different numbers of shards, and would wait "
+                "for each other. Leave one of them out."
+            )
+        if isinstance(part, norm):
+            raise UnsupportedError(
+                f"{call}: {name or 'the model'} is a {norm.__name__}, which joins the ranks' "
+                "batches, with shards. Use the framework's own batch normalisation, whose "
+                "statistics are then those of each shard."
+            )
+
+
 class StateFold:
     """State that the forward passes change, such as the running statistics of batch normalisation.
 
@@ -237,7 +264,7 @@ class StateFold:
                  for after, b in zip(self._after, self._before)]  # fmt: skip
         flags.append(any(numbers != self.numbers for numbers in self._numbers_after))
         comm = self._passes.comm
-        *changed, counted = comm.on_host.all_gather(np.array([flags], np.uint8)).any(axis=0)
+        *changed, counted = comm.inner.on_host.all_gather(np.array([flags], np.uint8)).any(axis=0)
         self.restore()
         self._reduce_arrays([nth for nth, flag in enumerate(changed) if flag])
         if counted:

@@ -18,6 +18,7 @@ from collective.errors import RankError
 from collective.start.session import comm_or_current
 
 __all__ = [
+    "Rebindable",
     "Sharded",
     "block",
     "dealt",
@@ -107,7 +108,15 @@ def owners(weights: Sequence[int], loads: list[int]) -> list[int]:
     return owner_of
 
 
-# -- copies of shares ------------------------------------------------------------------------
+# -- after a loss of ranks -------------------------------------------------------------------
+
+
+@runtime_checkable
+class Rebindable(Protocol):
+    """Object that holds a communicator, or its rank and size, and can change to another one."""
+
+    def rebind(self, comm: Communicator, /) -> Any:
+        """Continue with another communicator. Collective: every rank of ``comm`` calls it."""
 
 
 @runtime_checkable

@@ -38,7 +38,6 @@ class JoinedBatch:
 
     Raises:
         MismatchError: the ranks have different numbers of means; every rank raises it.
-        MismatchError: the ranks have different numbers of means; on all ranks.
     """
 
     def __init__(

@@ -169,7 +169,7 @@ def layers() -> Drawing:
         530,
         34,
         "sum",
-        "transport: shm · threads · mpi · gloo · hierarchical · nccl",
+        "transport: shm · threads · tcp · mpi · gloo · hierarchical · nccl",
         text="code",
     )
     figure.text(
@@ -211,11 +211,11 @@ def transports() -> Drawing:
     branch(550, 218, 440, 252, "yes")
     answer(440, 254, "mpi", "r1")
     branch(550, 218, 616, 252, "no")
-    answer(616, 254, "gloo", "r3")
+    answer(616, 254, "tcp", "r3")
     figure.text(
         350,
         316,
-        "Several ranks on each of several hosts: hierarchical combines shm with mpi or gloo.  "
+        "Several ranks on each of several hosts: hierarchical combines shm with mpi or tcp.  "
         "Arrays on GPUs: nccl beside these.",
         "small",
     )

@@ -17,6 +17,8 @@ from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import NAMES, ReduceOp, as_op, premul_sum, user_op
 from tests.support.float_modes import MODES, float_mode, needs_float_modes
 
+pytestmark = pytest.mark.quick
+
 Array = np.ndarray[Any, Any]
 
 BF16, F16, F32 = BY_NAME["bfloat16"], BY_NAME["float16"], BY_NAME["float32"]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from collective.testing import parametrize_with_checks
 from tests.support.conformance_parts import BY_SIZE
 from tests.support.loopback import Loopback, Rendezvous
+
+pytestmark = pytest.mark.quick
 
 Check = Callable[[], None]
 

@@ -2,20 +2,13 @@
 
 import math
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from collective.algorithms import costs
 
-
-def _tree(p, n):
-    """Return messages, bytes and folded bytes of a binomial tree from the root down."""
-    return math.log2(p), math.log2(p) * n, 0.0
-
-
-def _scatter(p, n):
-    """Return the counts of a tree in which each level carries half as much."""
-    return math.log2(p), n * (p - 1) / p, 0.0
+pytestmark = pytest.mark.quick
 
 
 def _all_gather(p, n):
@@ -33,7 +26,6 @@ def _doubling(p, n):
 # Each function that chooses an algorithm, with the steps of its two alternatives. The counts are
 # those of Thakur, Rabenseifner & Gropp, sections 3 and 4, for a power of two.
 CHOICES = {
-    costs.tree_beats_ring: ([_tree], [_scatter, _all_gather]),
     costs.doubling_beats_parts: ([_doubling], [_reduce_scatter, _all_gather]),
     costs.doubling_beats_pairwise: ([_doubling], [_reduce_scatter]),
 }
@@ -50,3 +42,12 @@ def test_algorithms_are_chosen_by_hockneys_model(choice, exponent, nbytes):
     first, second = map(price, CHOICES[choice])
     assume(abs(first - second) > 4)  # the functions round to whole bytes
     assert choice(size, nbytes) == (first < second)
+
+
+@given(st.integers(2, 128), st.integers(1, 1 << 30), st.sampled_from([1 << 16, 1 << 19]))
+def test_long_broadcasts_go_along_chain_by_hockneys_model(size, nbytes, chunk):
+    # A chain of p ranks passes k pieces in p - 2 + k steps.
+    count = math.ceil(nbytes / chunk)
+    chain = (size - 2 + count) * (costs.START_BYTES + min(nbytes, chunk))
+    tree = math.ceil(math.log2(size)) * (costs.START_BYTES + nbytes)
+    assert costs.tree_beats_chain(size, nbytes, chunk) == (tree <= chain)

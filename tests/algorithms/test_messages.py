@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective.algorithms import binomial, pieces
+from collective.algorithms import moves, pieces
 from collective.algorithms.messages import COLLECTIVE_TAG
 from collective.contract.backend import Backend
 from collective.deadline import Deadline
@@ -304,7 +304,7 @@ def test_long_all_reduce_scratch_is_bounded(ordered: bool) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 13])
 def test_binomial_nodes_form_one_tree(size: int) -> None:
-    nodes = [binomial.node(position, size) for position in range(size)]
+    nodes = [moves.node_at(position, size) for position in range(size)]
     children = sorted(child for node in nodes for child, _ in node.children)
     assert children == list(range(1, size))
     assert all(nodes[child].parent == p for p, n in enumerate(nodes) for child, _ in n.children)

@@ -37,6 +37,8 @@ from tests.support.algorithm_cases import (
 )
 from tests.support.loopback import Loopback, Rendezvous, run
 
+pytestmark = pytest.mark.quick
+
 
 @kinds
 @sizes

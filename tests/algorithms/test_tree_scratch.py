@@ -8,7 +8,7 @@ import numpy as np
 
 from collective.algorithms import trees
 from collective.algorithms.folds import Folding
-from collective.algorithms.trees import Schedule, Span
+from collective.algorithms.trees import NodeFolds, Span
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.ops import as_op
@@ -18,11 +18,11 @@ FLOAT64 = BY_NAME["float64"]
 
 def fold(count: int) -> None:
     spans = [Span(leaf, leaf + 1) for leaf in range(4)]
-    schedule = Schedule(spans, 4, Folding(as_op("sum"), FLOAT64, 4), enters=True)
-    schedule._in_c = None  # C has scratch of its own
+    folds = NodeFolds(spans, 4, Folding(as_op("sum"), FLOAT64, 4), enters=True)
+    folds._in_c = None  # C has scratch of its own
     rows = np.random.default_rng(count).standard_normal((4, count))
     out = np.empty(count)
-    schedule.run([Buffer(row, FLOAT64) for row in rows], [Buffer(out, FLOAT64)])
+    folds.run([Buffer(row, FLOAT64) for row in rows], [Buffer(out, FLOAT64)])
     assert np.array_equal(out, (rows[0] + rows[1]) + (rows[2] + rows[3]))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from collective.algorithms.folds import Folding
-from collective.algorithms.trees import Merging, Schedule, Span, nodes
+from collective.algorithms.trees import Merging, NodeFolds, Span, nodes
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.ops import as_op, user_op
@@ -66,7 +66,7 @@ def test_folds_of_two_ranges_are_joined_as_the_whole_tree(total: int) -> None:
 
 
 def _folded(spans: list[Span], values: list[str], total: int) -> list[str]:
-    """Fold texts by a schedule. The elements of its buffers are the indices of the texts."""
+    """Fold texts along a tree. The elements of its buffers are the indices of the texts."""
     texts = list(values)
 
     def join(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -74,9 +74,9 @@ def _folded(spans: list[Span], values: list[str], total: int) -> list[str]:
         return np.array([len(texts) - 1])
 
     dtype = BY_NAME["int64"]
-    schedule = Schedule(spans, total, Folding(user_op(join), dtype, total), enters=False)
-    outs = [Buffer.empty(1, dtype) for _ in schedule.results]
-    schedule.run([Buffer(np.array([n]), dtype) for n in range(len(values))], outs)
+    folds = NodeFolds(spans, total, Folding(user_op(join), dtype, total), enters=False)
+    outs = [Buffer.empty(1, dtype) for _ in folds.results]
+    folds.run([Buffer(np.array([n]), dtype) for n in range(len(values))], outs)
     return [texts[out.array[0]] for out in outs]
 
 
@@ -91,10 +91,10 @@ def test_fold_of_many_shards_keeps_few_arrays_as_scratch() -> None:
 def test_scaled_inputs_are_divided_before_they_are_folded() -> None:
     dtype = BY_NAME["float16"]
     folding = Folding(as_op("avg"), dtype, 2)
-    schedule = Schedule([Span(0, 1), Span(1, 2)], 2, folding, enters=True)
+    folds = NodeFolds([Span(0, 1), Span(1, 2)], 2, folding, enters=True)
     out = Buffer.empty(1, dtype)
     # The sum would overflow.
     inputs = [Buffer(np.full(1, 60000, np.float16), dtype) for _ in range(2)]
-    schedule.run(inputs, [out])
+    folds.run(inputs, [out])
     assert out.array[0] == np.float16(60000)
     assert inputs[0].array[0] == np.float16(60000)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -30,22 +29,23 @@ from tests.backends.gloo import test_conformance as test_gloo_conformance
 from tests.backends.hierarchical import test_transport as test_hierarchical
 from tests.backends.mpi import test_conformance as test_mpi_conformance
 from tests.backends.shm import test_conformance as test_shm_conformance
+from tests.backends.tcp import test_conformance as test_tcp_conformance
 from tests.support import fault_programs
 from tests.support.fault_heard import Heard, Program, Survived, held
 from tests.support.fault_programs import VICTIM
 from tests.support.launches import Marked
-from tests.support.mpi_launches import VENDORS, launch_of, needs
+from tests.support.mpi_launches import VENDORS, launch_of, marks_of
+from tests.support.selection import in_whole
 from tests.support.simulated_hosts import Pairs
 
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
     # The first test of a column waits for all faults of that column: ten seconds, or many times
     # as long on a busy machine.
     pytest.mark.timeout(300),
 ]
 
 SIZE = 3
-COLUMNS = ("threads", "shm", "gloo", *VENDORS, "hierarchical")
+COLUMNS = ("threads", "shm", "tcp", "gloo", *VENDORS, "hierarchical")
 # The promised delay of an error, and the delay that a busy machine may add.
 PROMISED_S, BUSY_S = 2.0, 10.0
 # Deadline of a call that notices no fault, and of the job, after which its ranks are killed.
@@ -141,7 +141,7 @@ EXCEPTIONS: dict[tuple[str, str], tuple[Fault | None, str]] = {
         (column, name): (None, _COMPARED)
         for column in COLUMNS
         for name in FAULTS
-        if name.endswith("not compared") and column not in ("gloo", "hierarchical")
+        if name.endswith("not compared") and column != "gloo"
     },
     **{
         (column, "fd limit"): (
@@ -155,7 +155,7 @@ EXCEPTIONS: dict[tuple[str, str], tuple[Fault | None, str]] = {
             Fault(fault_programs.no_descriptor_for_memory),
             "the memory is ordinary memory",
         )
-        for column in ("gloo", *VENDORS)
+        for column in ("gloo", "tcp", *VENDORS)
     },
     ("gloo", "root mismatch, not compared"): (
         replace(FAULTS["root mismatch, not compared"], others=("MismatchError", "")),
@@ -189,6 +189,7 @@ OF_THE_SUITE: dict[str, tuple[str, dict[str, str]]] = {
 SUITE = {
     "threads": [test_conformance.test_threads_pass_suite],
     "shm": [test_shm_conformance.test_shm_passes_suite],
+    "tcp": [test_tcp_conformance.test_tcp_passes_suite],
     "gloo": [test_gloo_conformance.test_gloo_passes_suite],
     "mpich": [test_mpi_conformance.test_mpich_passes_suite],
     "openmpi": [
@@ -331,8 +332,7 @@ def columns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Columns]:
 def cells() -> Iterator[Any]:
     for column in COLUMNS:
         for name in rows_of(column):
-            marks = needs(column) if column in VENDORS else ()
-            yield pytest.param(column, name, id=f"{column}-{name}", marks=marks)
+            yield pytest.param(column, name, id=f"{column}-{name}", marks=marks_of(column))
 
 
 @pytest.mark.parametrize(("column", "name"), list(cells()))
@@ -374,15 +374,15 @@ def assert_heard(rank: int, heard: Heard, fault: Fault) -> None:
     assert issubclass(getattr(errors, heard.later, object), kinds), context
 
 
-@pytest.mark.parametrize(
-    "column", [pytest.param(name, marks=needs(name) if name in VENDORS else ()) for name in COLUMNS]
-)
+@pytest.mark.parametrize("column", [pytest.param(name, marks=marks_of(name)) for name in COLUMNS])
 def test_faults_leave_nothing_behind(columns: Columns, column: str) -> None:
     assert columns.left(column) == []
 
 
 @pytest.mark.parametrize("row", OF_THE_SUITE)
-@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize(
+    "name", [in_whole(name) if name == "openmpi" else name for name in COLUMNS]
+)
 def test_suite_runs_check_of_fault(name: str, row: str) -> None:
     if (name, row) in NOT_OF_THE_SUITE:
         pytest.skip(NOT_OF_THE_SUITE[name, row])

@@ -20,7 +20,7 @@ import collective
 from collective import Communicator
 from collective.testing import RankPool
 from tests.support.float_modes import float_mode, needs_float_modes
-from tests.support.mpi_launches import VENDORS, needs, pool_of
+from tests.support.mpi_launches import INSTALLED, VENDORS, pool_of
 from tests.support.simulated_hosts import Pairs
 
 SIZE = 3
@@ -31,7 +31,7 @@ pytestmark = needs_float_modes
 
 @pytest.fixture(
     scope="module",
-    params=[*_KINDS, *(pytest.param(vendor, marks=needs(vendor)) for vendor in VENDORS)],
+    params=[*_KINDS, *INSTALLED],
 )
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     name = request.param

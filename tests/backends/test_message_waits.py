@@ -20,21 +20,22 @@ import torch
 from collective.communicator import Communicator
 from collective.errors import CollectiveError, CollectiveTimeoutError
 from collective.testing import RankPool
-from tests.support.mpi_launches import VENDORS, needs, pool_of
+from tests.support.mpi_launches import INSTALLED, VENDORS, pool_of
 from tests.support.simulated_hosts import Pairs
 
 SIZE = 3
 # Seconds that a call waits, in one attempt after the other, and that its peers wait meanwhile.
 _SECONDS, _LONG = (0.3, 2.0, 8.0, 30.0), 120.0
 _BIG = 1 << 20  # elements of a message that waits for its receiver, over every transport
-_KINDS: dict[str, Any] = {"threads": "threads", "shm": "shm", "gloo": "gloo", "pairs": Pairs}
+_KINDS: dict[str, Any] = {"threads": "threads", "shm": "shm", "tcp": "tcp", "gloo": "gloo",
+                          "pairs": Pairs}  # fmt: skip
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(
     scope="module",
-    params=[*_KINDS, *(pytest.param(vendor, marks=needs(vendor)) for vendor in VENDORS)],
+    params=[*_KINDS, *INSTALLED],
 )
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     name = request.param

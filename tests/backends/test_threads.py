@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
 from collective.backends.threads import ThreadsBackend, _Message, _Shared
@@ -21,8 +19,8 @@ class Receiver:
         self._backend = ThreadsBackend(hub, 0)
         for tag in tags:
             for source in (1, 2, 3):
-                sent = [_Message(np.zeros(1, np.uint8)) for _ in range(9)]
-                hub.mail[0, source, tag] = deque(sent)
+                sent = [_Message(np.zeros(1, np.uint8), tag) for _ in range(9)]
+                hub.mail[0, source].extend(sent)
 
     def take(self, source: int = ANY_SOURCE, tag: int = 0) -> int:
         """Receive a message; return its source."""

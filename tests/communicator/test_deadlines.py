@@ -58,14 +58,14 @@ CALLS: dict[str, Callable[[Communicator], Any]] = {
     "gather of uneven structures": lambda comm: comm.gather([lengths(comm), np.ones(2)]),
     "broadcast to None": lambda comm: comm.broadcast(None if comm.rank else np.ones(1000)),
     "split": lambda comm: comm.split(0),
-    "split_by_host": lambda comm: comm.split_by_host(),
+    "split_by_host": lambda comm: comm.split("host"),
     "scatter": lambda comm: comm.scatter(None if comm.rank else np.ones(1000)),
 }
 
 
 def seconds_left(comm: Communicator, name: str) -> list[float]:
     CALLS[name](comm)
-    return list(comm.transport.__dict__["given"])
+    return list(comm.inner.transport.__dict__["given"])
 
 
 @pytest.mark.parametrize("kind", [Comparing, NotComparing])
@@ -79,7 +79,7 @@ def test_later_steps_have_remaining_time_of_deadline(kind: type[Any], name: str)
 def test_comparison_before_call_shares_its_deadline() -> None:
     def program(comm: Communicator) -> list[float]:
         comm.all_reduce(np.ones(2))
-        return list(comm.transport.__dict__["given"])
+        return list(comm.inner.transport.__dict__["given"])
 
     for rank in run_ranks(2, program, backend=NotComparing, check="always"):
         assert rank[0] > rank[1] + STEP_S / 2, rank

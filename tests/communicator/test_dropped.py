@@ -11,7 +11,8 @@ import pytest
 from collective.communicator import Communicator
 from collective.errors import PeerLostError
 from collective.testing import run_ranks
-from tests.support.mpi_launches import VENDORS, launch_of, needs
+from tests.support.mpi_launches import REPEATED, VENDORS, launch_of
+from tests.support.selection import in_whole
 
 # A name and not an import, because MPI ranks import this module without needing PyTorch.
 PAIRS = "tests.support.simulated_hosts:Pairs"
@@ -42,7 +43,7 @@ def _repeat(call: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize(
     "transport",
-    ["threads", "shm", "gloo", PAIRS, *(pytest.param(v, marks=needs(v)) for v in VENDORS)],
+    ["threads", "shm", in_whole("tcp"), in_whole("gloo"), PAIRS, *REPEATED],
 )
 def test_peer_lost_error_names_rank_that_dropped_communicator(transport: str) -> None:
     if transport in ("gloo", PAIRS):

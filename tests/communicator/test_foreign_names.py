@@ -21,7 +21,7 @@ from tests.support.interpreter import run_python
 NAMES = sorted({*foreign_names._OF_COMMUNICATOR, *foreign_names._OF_PACKAGE})
 
 #: Attributes of a communicator that its class does not have.
-ATTRIBUTES = {"rank", "size", "local_rank", "local_size", "backend"}
+ATTRIBUTES = {"rank", "size", "local_rank", "local_size", "backend", "inner"}
 
 
 @pytest.fixture
@@ -60,7 +60,8 @@ def test_foreign_name_remedy_names_existing_attribute(name: str) -> None:
         (lambda c: c.probe, "use comm.recv(None, src), which takes a message of any shape"),
         (lambda c: collective.Iprobe, "use collective.recv(None, src)"),
         (lambda c: collective.finalize, "use `with collective.init() as comm:`"),
-        (lambda c: c.Allreduce_init, "use comm.plan(operation, x, ...)"),
+        (lambda c: c.Allreduce_init, "use the call itself, as comm.all_reduce(x, out=y)"),
+        (lambda c: c.plan, "use the call itself, as comm.all_reduce(x, out=y)"),
         (lambda c: collective.get_collective_group_size, "use collective.size()"),
         (lambda c: c.intra_rank, "use comm.local_rank"),
         (lambda c: collective.init_collective_group, "use collective.init(rank=, size=, store=)"),
@@ -138,7 +139,7 @@ def test_foreign_keyword_error_recommends_equivalent_without_core() -> None:
                     raise AssertionError(text)
         print(len(KEYWORDS))
         """
-    done = run_python("-c", textwrap.dedent(program), COLLECTIVE_NATIVE="")
+    done = run_python("-c", textwrap.dedent(program), COLLECTIVE_DISABLE="")
     assert (done.stdout, done.stderr) == (f"{len(KEYWORDS)}\n", "")
 
 
@@ -200,6 +201,22 @@ def test_foreign_name_of_a_work_names_the_remedy(comm: Any, name: str, remedy: s
     work.wait()
     with pytest.raises(AttributeError, match=re.escape(f"; use work.{remedy}")):
         getattr(work, name)
+
+
+@pytest.mark.parametrize("holder", ["inner", "membership"])
+def test_former_name_of_a_communicator_names_its_place(comm: Any, holder: str) -> None:
+    place = f"comm.{holder}."
+    former = {n for n in NAMES if (foreign_names.remedy_of(n, "comm") or "") == place + n}
+    assert len(former) == {"inner": 11, "membership": 8}[holder]
+    for name in former:
+        assert hasattr(getattr(comm, holder), name)
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'; use {place}{name}$"):
+            getattr(comm, name)
+
+
+def test_setting_a_former_name_raises_instead_of_doing_nothing(comm: Any) -> None:
+    with pytest.raises(AttributeError, match=r"use comm\.inner\.expects"):
+        comm.expects = [1]
 
 
 def test_unknown_name_of_a_work_has_no_remedy(comm: Any) -> None:

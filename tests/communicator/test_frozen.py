@@ -10,10 +10,9 @@ import pytest
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
 from collective.memory import arrays
-from collective.memory.arrays import Adapter
+from collective.memory.arrays import Adapter, Distant
 from collective.memory.buffer import aligned
 from collective.memory.dtypes import DType, from_numpy
-from collective.memory.through_host import Distant
 from collective.testing import run_ranks
 
 
@@ -75,24 +74,6 @@ class FarAdapter(Adapter):
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(arrays.known, Frozen, FrozenAdapter())
     monkeypatch.setitem(arrays.known, Far, FarAdapter())
-
-
-def _planned(comm: Communicator, background: bool) -> list[bool]:
-    x: Any = np.zeros(4, np.float32)
-    call = comm.plan("all_reduce", Frozen(x) if comm.rank == 0 else x)
-    results = []
-    for value in range(1, 4):
-        if comm.rank == 1:
-            x[...] = value
-        result = call(async_op=True).wait() if background else call()
-        results.append(result if comm.rank else result.array)
-    firsts = [float(result[0]) for result in results]
-    return [firsts == [1, 2, 3]] if comm.rank == 0 else [firsts == [3, 3, 3]]
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_plan_on_frozen_arrays_returns_new_arrays(background: bool) -> None:
-    assert run_ranks(2, _planned, background) == [[True], [True]]
 
 
 def _addresses(comm: Communicator) -> list[int]:

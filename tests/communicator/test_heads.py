@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collective.communicator.heads import Head
+from collective.communicator.calls.heads import Head
 from collective.deadline import Deadline
 from collective.errors import CollectiveError
 from collective.testing import run_ranks
+
+pytestmark = pytest.mark.quick
 
 # The fields are kind, dtype, bytes, number of dimensions, and shape. This head is consistent:
 SOUND = [0, 11, 8, 1, 1]
@@ -36,7 +38,7 @@ def receives(comm: Any, words: list[int]) -> str:
     if comm.rank == 1:
         head = Head(16)
         head.words[:] = [*words, *[0] * (16 - len(words))]
-        comm.transport.send(head.buffer, 0, 5, Deadline(10.0))
+        comm.inner.transport.send(head.buffer, 0, 5, Deadline(10.0))
         return ""
     out = np.zeros(1)
     try:

@@ -25,9 +25,12 @@ from collective.memory import nested
 from collective.memory.dtypes import BY_NAME, FOREIGN
 from tests.support.interpreter import ROOT
 from tests.support.on_ranks import on_ranks, ranks_of
+from tests.support.selection import in_whole
+
+pytestmark = pytest.mark.quick
 
 pair = ranks_of(("threads", 2))
-worlds = ranks_of(("threads", 2), ("shm", 2), ("gloo", 2))
+worlds = ranks_of(("threads", 2), ("shm", 2), in_whole(("gloo", 2)))
 
 settings.register_profile("objects", deadline=None, derandomize=True, max_examples=150)
 settings.load_profile("objects")

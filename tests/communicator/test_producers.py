@@ -214,15 +214,6 @@ def test_broadcast_of_odd_array_shares_memory_at_root_where_order_allows(
 
 
 @on_ranks("pair")
-def test_prepared_broadcast_of_odd_array_sends_its_present_values(comm: Communicator) -> None:
-    x = np.zeros(3).view(_Own)
-    step = comm.plan("broadcast", x)
-    for turn in range(3):
-        x[:] = turn + 10 * comm.rank
-        assert step().tolist() == [turn] * 3
-
-
-@on_ranks("pair")
 def test_arrays_whose_meaning_would_be_lost_are_refused_by_name(comm: Communicator) -> None:
     masked = np.ma.masked_array(np.ones(3), [True, False, False])
     for x, lost in (

@@ -32,12 +32,13 @@ from collective.errors import (
 from collective.request import in_thread
 from collective.testing.survivors import await_files
 from tests.support.on_ranks import on_ranks, ranks_of
+from tests.support.selection import in_whole
 
 pytest.importorskip("collective.native._core", reason="the native core is not built")
 
 pool = ranks_of(("shm", 2), ("shm", 3))
 three = ranks_of(("shm", 3))
-of_python = ranks_of(("gloo", 2), ("threads", 2))
+of_python = ranks_of(in_whole(("gloo", 2)), ("threads", 2))
 
 # Elements of short calls, of a long call, and of several blocks.
 COUNTS = [1, 4, 256, 6_144, 300_003]
@@ -344,6 +345,6 @@ def test_more_calls_than_descriptions_stay_in_c(comm: Communicator) -> None:
             library(x, out)
             assert (out == comm.size).all()
     assert [library.in_python for library, _ in libraries] == [1] * 100
-    lines = [comm.transport._control.last_call(rank) for rank in range(comm.size)]  # type: ignore[attr-defined]
+    lines = [comm.inner.transport._control.last_call(rank) for rank in range(comm.size)]  # type: ignore[attr-defined]
     comm.barrier()
     assert all("float64[100]" in line or "barrier" in line for line in lines)

@@ -11,8 +11,9 @@ import pytest
 
 from collective.errors import PeerFailedError
 from tests.support.on_ranks import on_ranks, ranks_of
+from tests.support.selection import in_whole
 
-ranks = ranks_of(("threads", 2), ("shm", 2), ("gloo", 2))
+ranks = ranks_of(("threads", 2), ("shm", 2), in_whole(("gloo", 2)))
 
 
 @on_ranks("ranks")

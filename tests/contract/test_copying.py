@@ -51,14 +51,8 @@ def _replicas(comm: Communicator) -> Any:
     return adapter.Replicas(link, ["@numpy", "@numpy"])
 
 
-def _prepared(comm: Communicator) -> Any:
-    x = np.ones(3)
-    return comm.plan("all_reduce", x, out=x)
-
-
 REFUSING: dict[str, tuple[Callable[[Communicator], Any], str]] = {
     "work": (lambda comm: comm.all_reduce(np.ones(3), async_op=True), "what wait"),
-    "prepared call": (_prepared, "comm.plan"),
     "gradients": (
         lambda comm: gradients.Gradients(comm, [gradients.Parameter("w", (3,), "float32")]),
         "for the parameters of the copy",

@@ -6,6 +6,7 @@ The public suite has further checks, of ``shrink()``.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -116,6 +117,34 @@ def test_decision_passes_from_dead_leader_to_next_rank() -> None:
         return {0} if len(looks) > 3 else lost
 
     assert decide(decision(store, 1, 2, dies)) == [1]
+
+
+def test_decision_of_patient_ranks_leaves_silent_rank_out_after_a_loss() -> None:
+    member, looks = decision(MemoryStore(), 1, 3), []
+
+    def broken() -> bool:
+        looks.append(None)
+        return len(looks) > 3
+
+    verdict = member.made(
+        {"patient": True}, members, grace=0.01, deadline=Deadline(FAR_S), broken=broken
+    )
+    assert verdict == [1]
+
+
+def test_decision_gives_grace_from_moment_at_which_a_rank_hurries() -> None:
+    store, waited = MemoryStore(), 0.5
+
+    def later(rank: int, seconds: float) -> Any:
+        time.sleep(seconds)
+        return decide(decision(store, rank, 3), grace=waited)
+
+    verdicts = together(
+        lambda: decide(decision(store, 0, 3), {"patient": True}, grace=waited),
+        lambda: later(1, 1.2 * waited),
+        lambda: later(2, 1.4 * waited),
+    )
+    assert verdicts == [[0, 1, 2]] * 3
 
 
 def test_decision_ignores_entries_written_after_verdict() -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collective.backends.peers.hub import Hub
 from collective.communicator import Communicator
 from collective.contract.world import World
 from collective.deadline import Deadline
 from collective.errors import AllocationError, RendezvousError
 from collective.start.stores import FileStore
 from collective.testing import run_ranks
+from tests.support.selection import in_whole
 from tests.support.simulated_hosts import Pairs
 
 ROOM = 40  # free descriptors: enough for some groups and for the reserve
@@ -48,9 +48,9 @@ def _fill(comm: Communicator, groups: list[Any]) -> None:
         groups.append(comm.dup())
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo", Pairs])
+@pytest.mark.parametrize("transport", ["shm", in_whole("tcp"), in_whole("gloo"), Pairs])
 def test_group_without_free_descriptors_raises_on_every_rank(transport: Any) -> None:
-    if transport != "shm":
+    if transport not in ("shm", "tcp"):
         pytest.importorskip("torch", reason="Gloo stands on PyTorch")
     outcomes = run_ranks(3, _until_they_run_out, backend=transport)
     assert len({count for count, _ in outcomes}) == 1
@@ -70,7 +70,7 @@ def _few_at_the_start(rank: int, room: int) -> None:
 
 
 def _call_the_roll(comm: Communicator) -> str:
-    from tests.backends.peers.test_monitor import FAR, KEY, until
+    from tests.backends.peers.test_monitor import FAR, hub_of, until
     from tests.backends.peers.test_strangers import knock
 
     if comm.rank == 1:
@@ -78,7 +78,7 @@ def _call_the_roll(comm: Communicator) -> str:
         connections = [knock(address) for _ in range(10)]
         comm.barrier()
         return f"{len(connections)} have knocked"
-    hub = Hub(2, None, Deadline(FAR), KEY)
+    hub = hub_of(2, None)
     _few_at_the_start(comm.rank, 5)
     comm.broadcast_object(hub.address)
     until(lambda: hub._server.scarce, FAR)

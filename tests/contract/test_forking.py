@@ -14,7 +14,8 @@ from collective.communicator import Communicator
 from collective.testing import run_ranks
 from tests import warm
 from tests.support.interpreter import run_python
-from tests.support.mpi_launches import INSTALLED, VENDORS, mpirun
+from tests.support.mpi_launches import REPEATED, VENDORS, mpirun
+from tests.support.selection import in_whole
 
 # Enough for several imports of PyTorch on a busy machine; a hang lasts minutes.
 ENDS_S = 120
@@ -119,7 +120,8 @@ def _run(directory: Path, transport: str, children: str, python: str = sys.execu
     return done.stdout
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo", *INSTALLED])
+@pytest.mark.whole
+@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo", *REPEATED])
 def test_fork_children_may_end_while_ranks_go_on(tmp_path: Path, transport: str) -> None:
     _needs_torch(transport)
     # Over shm the ranks run plain Python. Over Gloo the test is about threads and sockets, so a
@@ -129,7 +131,7 @@ def test_fork_children_may_end_while_ranks_go_on(tmp_path: Path, transport: str)
     assert "all right" in output, output
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", in_whole("tcp"), in_whole("gloo")])
 def test_data_loader_may_fork_workers(tmp_path: Path, transport: str) -> None:
     _needs_torch("gloo")
     output = _run(tmp_path, transport, LOADER, warm.python())
@@ -137,7 +139,7 @@ def test_data_loader_may_fork_workers(tmp_path: Path, transport: str) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", in_whole("tcp"), in_whole("gloo")])
 def test_fork_child_does_not_hide_death_of_parent(
     tmp_path: Path, transport: str, victim: int
 ) -> None:
@@ -156,7 +158,7 @@ def _collects(comm: Communicator) -> int:
     gc.disable()
     for _ in range(3):
         group = comm.dup()
-        cycle: list[Any] = [group.transport._groups]  # type: ignore[attr-defined]
+        cycle: list[Any] = [group.inner.transport._group]  # type: ignore[attr-defined]
         cycle.append(cycle)
         group.close()
     del group, cycle

@@ -15,6 +15,8 @@ from collective.request import LIBRARIES, Request, is_library_file, pass_over
 from collective.testing import run_ranks
 from tests.support.interpreter import started
 
+pytestmark = pytest.mark.quick
+
 
 def test_recorder_keeps_last_calls_with_their_places():
     recorder = Recorder("mine")
@@ -129,19 +131,28 @@ with collective.init() as comm:
 """
 
 
-@pytest.mark.parametrize("name", ["SIGUSR2", "SIGUSR1"])
-def test_signal_prints_flight_recorder(tmp_path, name):
+def test_signal_prints_flight_recorder(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(_PROGRAM)
-    with started(script, COLLECTIVE_DUMP_SIGNAL=name) as process:
+    with started(script) as process:
         assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.Signals[name])
+        process.send_signal(signal.SIGUSR2)
         assert process.stderr.readline().startswith("[flight recorder, process ")
         assert "1 collective calls" in process.stderr.readline()
         assert re.search(r"#1 barrier\(\) at .*program.py:5", process.stderr.readline())
         # The program keeps running.
         time.sleep(0.05)
         assert process.poll() is None
+
+
+def test_signal_is_left_alone_if_disabled():
+    before = signal.getsignal(signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    try:
+        collective.init(size=1, rank=0, disable="dump_signal").close()
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_init_keeps_signal_handler_of_program(monkeypatch):

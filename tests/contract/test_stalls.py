@@ -17,7 +17,8 @@ from collective.communicator import Communicator
 from collective.contract.stalls import Circles, alone
 from collective.errors import CollectiveTimeoutError, MismatchError
 from collective.testing import RankPool, run_ranks
-from tests.support.mpi_launches import VENDORS, launch_of, needs
+from tests.support.mpi_launches import REPEATED, VENDORS, launch_of
+from tests.support.selection import in_whole
 
 Run = Callable[..., list[Any]]
 # A name and not an import, because MPI ranks import this module without needing PyTorch.
@@ -64,13 +65,16 @@ def _around(comm: Communicator) -> str:
     return str(caught.value)
 
 
+TRANSPORTS = [
+    pytest.param("shm"), in_whole("tcp"), in_whole("gloo"), pytest.param(PAIRS), *REPEATED,
+]  # fmt: skip
 CASES = [
-    pytest.param(transport, function, marks=needs(transport) if transport in VENDORS else ())
-    for transport in ("shm", "gloo", PAIRS, *VENDORS)
+    pytest.param(*transport.values, function, marks=transport.marks)
+    for transport in TRANSPORTS
     for function in (_crosswise, _crosswise_gathers, _around)
     # Hierarchical uses one transport for groups of one host and another for groups of several
     # hosts. The two transports do not exchange what they wait for.
-    if (transport, function) != (PAIRS, _around)
+    if (*transport.values, function) != (PAIRS, _around)
 ]
 
 
@@ -116,7 +120,7 @@ def _with_a_deadline(comm: Communicator) -> list[float]:
     return x
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", in_whole("tcp"), in_whole("gloo")])
 def test_wait_with_explicit_deadline_is_not_a_deadlock(
     run_on: Callable[[str], Run], transport: str
 ) -> None:

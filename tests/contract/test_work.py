@@ -14,6 +14,8 @@ from collective.deadline import Deadline
 from collective.errors import CollectiveError, CollectiveTimeoutError
 from collective.request import in_thread
 
+pytestmark = pytest.mark.quick
+
 # Longer than any wait of these tests on a busy machine.
 FAR_S = 60.0
 

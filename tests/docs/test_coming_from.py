@@ -216,6 +216,7 @@ def test_own_call_returns_value_in_table(row: Row) -> None:
     assert plain([rank[nth] for rank in ours(row.page)]) == plain(list(row.gives))
 
 
+@pytest.mark.whole
 @needs("mpich")
 @pytest.mark.parametrize("row", [row for row in ROWS if row.page in MPI], ids=named)
 def test_foreign_call_over_mpi_returns_value_in_table(row: Row) -> None:

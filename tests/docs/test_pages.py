@@ -21,6 +21,8 @@ from collective.backends.shm.layout import Layout
 from tests import warm
 from tests.support.interpreter import ROOT, run
 
+pytestmark = pytest.mark.whole
+
 OUTSIDE = "README.md CONTRIBUTING.md SECURITY.md CODE_OF_CONDUCT.md changes/README.md".split()
 DOCUMENTS = [*map(ROOT.joinpath, OUTSIDE), *sorted((ROOT / "docs").rglob("*.md"))]
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))

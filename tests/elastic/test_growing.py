@@ -21,8 +21,8 @@ import collective
 from collective.backends.threads import ThreadsBackend
 from collective.communicator import Communicator
 from collective.contract.process import RankProcess
-from collective.contract.secret import Secret
 from collective.contract.world import World
+from collective.control.secret import Secret
 from collective.errors import (
     CollectiveTimeoutError,
     ConfigError,
@@ -56,7 +56,7 @@ def join(store: Any, backend: Any = "threads", seconds: float = FAR_S, **setting
 def joined(store: Any) -> Any:
     """Join; return the origin, this process's rank, and a sum over the ranks."""
     with join(store) as comm:
-        return comm.origin, comm.rank, float(comm.all_reduce(np.ones(1))[0])
+        return comm.membership.origin, comm.rank, float(comm.all_reduce(np.ones(1))[0])
 
 
 def members(store: Any, program: Callable[[Communicator], Any], size: int = 2) -> list[Any]:
@@ -65,10 +65,10 @@ def members(store: Any, program: Callable[[Communicator], Any], size: int = 2) -
 
 def grown(comm: Communicator, wanted: int = 1) -> tuple[Any, ...]:
     """Grow when ``wanted`` processes wait; return origin, lost ranks and a sum over the ranks."""
-    while comm.waiting() < wanted:
+    while comm.membership.waiting() < wanted:
         time.sleep(0.001)
     with comm.grow() as new:
-        return new.origin, new.lost, float(new.all_reduce(np.ones(1))[0])
+        return new.membership.origin, new.membership.lost, float(new.all_reduce(np.ones(1))[0])
 
 
 def test_grow_admits_two_processes_with_separate_numbers() -> None:
@@ -86,20 +86,20 @@ def test_grow_never_reuses_origin_number() -> None:
 
     def program(comm: Communicator) -> Any:
         for _ in range(2):
-            while not comm.waiting():
+            while not comm.membership.waiting():
                 time.sleep(0.001)
             comm = comm.grow()
             comm.barrier()
             comm = comm.shrink(exclude=[2] if comm.rank == 0 else [])
         comm.close()
-        return comm.origin
+        return comm.membership.origin
 
     def joining() -> tuple[int, ...]:
         with join(store) as comm:
             comm.barrier()
             with pytest.raises(ExcludedError):
                 comm.shrink()
-            numbers: tuple[int, ...] = comm.origin
+            numbers: tuple[int, ...] = comm.membership.origin
             return numbers
 
     with ThreadPoolExecutor(1) as pool:
@@ -145,7 +145,7 @@ def test_waiting_without_store_raises_rendezvous_error_on_all() -> None:
         def set(self, key: str, value: bytes) -> None:
             raise RendezvousError("it is gone")
 
-    errors = members(Gone(), lambda comm: comm.waiting())
+    errors = members(Gone(), lambda comm: comm.membership.waiting())
     assert [type(error) for error in errors] == [RendezvousError] * 2
     assert "rank 0 cannot read the store in which the ranks met [rank 1 of 2]" in str(errors[1])
 
@@ -175,12 +175,12 @@ def test_shrink_of_joined_process_after_end_of_store_raises() -> None:
             return str(caught.value)
 
     def program(comm: Communicator) -> Any:
-        while not comm.waiting():
+        while not comm.membership.waiting():
             time.sleep(0.001)
         comm = comm.grow()
         comm.barrier()
         with comm.shrink() as new:
-            return new.origin
+            return new.membership.origin
 
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(joining)
@@ -201,14 +201,14 @@ def test_grow_leaves_out_process_that_died_while_waiting(other: Other) -> None: 
     knock(store, other[1])
 
     def program(comm: Communicator) -> Any:
-        before = comm.waiting()
+        before = comm.membership.waiting()
         if comm.rank == 0:
             os.kill(other[0].pid, signal.SIGKILL)
             other[0].wait()
         comm.barrier()
-        after = comm.waiting()
+        after = comm.membership.waiting()
         with comm.grow() as new:
-            return before, after, new.origin, new.generation
+            return before, after, new.membership.origin, new.membership.generation
 
     assert members(store, program) == [(1, 0, (0, 1), 1)] * 2
 
@@ -222,7 +222,7 @@ def test_grow_leaves_out_process_that_dies_before_connecting(other: Other) -> No
             kill = threading.Thread(target=kill_once_answered)
             kill.start()
         with comm.grow() as new:
-            return new.origin, new.generation
+            return new.membership.origin, new.membership.generation
 
     def kill_once_answered() -> None:
         while store.try_get("join.0.answer") is None:
@@ -232,15 +232,69 @@ def test_grow_leaves_out_process_that_dies_before_connecting(other: Other) -> No
     assert members(store, program) == [((0, 1), 2)] * 2
 
 
+def test_grow_renews_announcement_of_rank_that_is_lost_meanwhile(other: Other) -> None:  # noqa: F811
+    """A process that joins waits longer than its grace, because a rank comes late to grow()."""
+    store, grace = MemoryStore(), 0.2
+    other[0].kill()
+    other[0].wait()
+
+    def until_there(key: str) -> None:
+        while store.try_get(key) is None:
+            time.sleep(0.001)
+
+    def program(comm: Communicator) -> Any:
+        comm.membership.waiting()
+        assert comm.inner.succession.lineage is not None
+        if comm.rank == 0:
+            until_there("join.0")
+            until_there(f"{comm.inner.succession.lineage.name}.1.1")  # rank 1 is in grow()
+            # This rank announced the ranks. Its process ends now, and its last word is not "ended".
+            entry = {"protocol": 1, "backend": "threads", "process": str(other[1])}
+            store.set("join", json.dumps(entry).encode())
+            comm.inner.succession.keep_announcement()
+            return None
+        if comm.rank == 2:
+            until_there(f"{comm.inner.succession.lineage.name}.1.1")
+            time.sleep(5 * grace)
+        with comm.grow() as new:
+            return new.membership.origin
+
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(join, store, shrink_grace=grace)
+        assert on_threads(3, program, store, shrink_grace=FAR_S)[1:] == [(1, 2, 3)] * 2
+        with joining.result(FAR_S) as comm:
+            assert comm.membership.origin == (1, 2, 3)
+
+
+def test_rank_left_out_of_grow_does_not_announce_the_end_of_the_others() -> None:
+    store = MemoryStore()
+
+    def program(comm: Communicator) -> Any:
+        comm.membership.waiting()
+        if comm.rank == 1:
+            with comm.shrink(exclude=[0]) as new:
+                rolls = [store.try_get("join")]
+                out.wait(FAR_S)
+                rolls.append(store.try_get("join"))
+                return new.membership.origin, [b"ended" in roll for roll in rolls if roll]
+        with pytest.raises(ExcludedError):
+            comm.grow()
+        comm.close()
+        out.set()
+
+    out = threading.Event()
+    assert members(store, program)[1] == ((1,), [False, False])
+
+
 def test_join_with_other_secret_times_out_and_names_secret() -> None:
     store = MemoryStore()
     store_of_ranks, store_of_joiner = (seal(store, Secret(letter * 16)) for letter in (b"a", b"b"))
     done = threading.Event()
 
     def program(comm: Communicator) -> Any:
-        first = comm.waiting()
+        first = comm.membership.waiting()
         done.wait(FAR_S)
-        return first, comm.waiting()
+        return first, comm.membership.waiting()
 
     with ThreadPoolExecutor(1) as pool:
         counts = pool.submit(members, store_of_ranks, program)
@@ -282,7 +336,7 @@ def test_join_raises_excluded_error_when_ranks_end() -> None:
     knocked = Arrivals(store, "threads")
 
     def program(comm: Communicator) -> None:
-        comm.waiting()
+        comm.membership.waiting()
         while comm.rank == 0 and not knocked.waiting():
             time.sleep(0.001)
 
@@ -322,19 +376,21 @@ def test_arrivals_report_admitted_process() -> None:
 MEMBER = """
 import sys, time, numpy as np, collective
 comm = collective.init("shm", rank=int(sys.argv[2]), size=2, store=sys.argv[1], timeout=60)
-while not comm.waiting():
+while not comm.membership.waiting():
     time.sleep(0.001)
 comm = comm.grow()
-print(comm.rank, comm.origin, collective.current() is comm, comm.all_reduce(np.ones(1))[0])
+total = comm.all_reduce(np.ones(1))[0]
+print(comm.rank, comm.membership.origin, collective.current() is comm, total)
 """
 NEWCOMER = """
 import sys, numpy as np, collective
 comm = collective.init(store=sys.argv[1], join=sys.argv[2], timeout=60)
 if sys.argv[2] == "late":
-    assert comm.joins and comm.size == 1 and comm.all_reduce(np.ones(1))[0] == 1
+    assert comm.membership.joins and comm.size == 1 and comm.all_reduce(np.ones(1))[0] == 1
     comm = comm.grow()
-assert not comm.joins
-print(comm.rank, comm.origin, collective.current() is comm, comm.all_reduce(np.ones(1))[0])
+assert not comm.membership.joins
+total = comm.all_reduce(np.ones(1))[0]
+print(comm.rank, comm.membership.origin, collective.current() is comm, total)
 """
 
 
@@ -362,4 +418,4 @@ def test_waiting_on_transport_that_cannot_grow_raises_unsupported() -> None:
         capabilities = replace(ThreadsBackend.capabilities, grows=False)
 
     with collective.connect(WORLD, Still) as comm, pytest.raises(UnsupportedError):
-        comm.waiting()
+        comm.membership.waiting()

@@ -87,8 +87,9 @@ def test_generations_admit_several_processes_at_once() -> None:
 
 def test_generations_without_grow_end_joining_program() -> None:
     def program(comm: Communicator, hold: Any) -> Any:
-        if not comm.joins:
-            comm.waiting()  # otherwise the joining process could not tell that ranks are running
+        if not comm.membership.joins:
+            # Otherwise the joining process could not tell that ranks are running.
+            comm.membership.waiting()
         return trained(comm, hold, grow=False)
 
     results, joined = together(program)
@@ -99,12 +100,12 @@ def test_generations_without_grow_end_joining_program() -> None:
 
 def grown_by_hand(comm: Communicator, hold: Any) -> Any:
     state = elastic.State(comm, step=comm.rank)
-    if comm.joins:
+    if comm.membership.joins:
         state.step = 100
         state.commit()
     else:
         state.sync(comm)
-        comm.waiting()
+        comm.membership.waiting()
         hold(JOINS_AT)
     with comm.grow() as grown:
         state.sync(grown)
@@ -191,7 +192,7 @@ from collective import elastic
 
 ending, dying = int(sys.argv[1]), [int(rank) for rank in sys.argv[2:]]
 comm = collective.init()
-first = None if comm.joins else comm.rank
+first = None if comm.membership.joins else comm.rank
 state = elastic.State(comm, step=0, done=False)
 for generation in elastic.generations(comm, state):
     with generation as comm:
@@ -200,9 +201,9 @@ for generation in elastic.generations(comm, state):
                 os.kill(os.getpid(), signal.SIGKILL)
             comm.barrier()
             state.step += 1
-            state.done = comm.size == 3 and comm.generation > 1 or state.step == ending
+            state.done = comm.size == 3 and comm.membership.generation > 1 or state.step == ending
             state.commit()
-print(f"rank {comm.rank} of {comm.size}: {comm.origin}")
+print(f"rank {comm.rank} of {comm.size}: {comm.membership.origin}")
 """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +13,9 @@ from collective.testing import RankPool
 from tests.support import shard_training
 from tests.support.interpreter import run_python
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="collective run --replace")
+pytestmark = [
+    pytest.mark.whole,
+]
 
 STEPS, FAR_S = 8, 120
 models = pytest.mark.parametrize("model", ["lenet", "transformer"])

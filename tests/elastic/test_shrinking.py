@@ -32,6 +32,7 @@ from collective.start.stores import FileStore, MemoryStore
 from collective.testing import RanksFailedError, run_ranks
 from collective.testing.survivors import await_files
 from tests.support.interpreter import run_python
+from tests.support.selection import in_whole
 
 FAR_S = 30.0
 
@@ -88,7 +89,7 @@ def test_shrink_with_bad_argument_leaves_communicator_usable(
 def test_shrink_of_closed_communicator_raises_closed_error() -> None:
     comm = alone()
     comm.close()
-    for call in (comm.shrink, comm.agree):
+    for call in (comm.shrink, comm.membership.agree):
         with pytest.raises(CommunicatorClosedError):
             call()
 
@@ -96,7 +97,7 @@ def test_shrink_of_closed_communicator_raises_closed_error() -> None:
 def test_shrink_of_communicator_without_origin_raises_unsupported() -> None:
     with alone() as comm:
         communicator = Communicator(
-            comm.transport, local_rank=0, local_size=1, host="here", timeout=FAR_S
+            comm.inner.transport, local_rank=0, local_size=1, host="here", timeout=FAR_S
         )
         with pytest.raises(UnsupportedError, match=r"Use collective\.init\(\)"):
             communicator.shrink()
@@ -137,7 +138,7 @@ def test_shrink_renumbers_local_ranks() -> None:
 def test_shrink_of_two_communicators_in_one_store_does_not_mix() -> None:
     def program(comm: Communicator) -> Any:
         with comm.shrink() as new:
-            return new.origin
+            return new.membership.origin
 
     store = MemoryStore()
     for _ in range(2):
@@ -167,26 +168,31 @@ def test_shrink_reports_new_group_to_listener() -> None:
             groups.append((child.size, list(ranks)))
 
     with alone() as comm:
-        comm.listen(Listening())
+        comm.inner.listen(Listening())
         comm.shrink().close()
     assert groups == [(1, [0])]
+
+
+def _meet(comm: Communicator) -> None:
+    """Wait until all ranks have the communicator."""
+    # The rank that leaves the barrier first may shrink, which aborts the barrier of the other.
+    with contextlib.suppress(collective.CommunicatorAbortedError):
+        comm.barrier()
 
 
 def _many(comm: Communicator) -> list[tuple[int, int]]:
     """Return the numbers of descriptors and threads, generation after generation."""
     counts = []
-    comm.barrier()  # all have come out of init()
+    _meet(comm)
     for _ in range(8):
         comm = comm.shrink()
-        # The rank that leaves the barrier first shrinks, which aborts the barrier of the other.
-        with contextlib.suppress(collective.CommunicatorAbortedError):
-            comm.barrier()
+        _meet(comm)
         counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
     comm.close()
     return counts
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "tcp", in_whole("gloo")])
 def test_shrink_leaves_no_descriptors_or_threads(backend: str) -> None:
     if backend == "gloo":
         pytest.importorskip("torch")
@@ -227,7 +233,7 @@ def _loses_one_that_was_to_connect(comm: Communicator, marks: str) -> Any:
         total = float(new.all_reduce(np.full(1, 2.0**rank))[0])
         # If a thread still waited for the dead rank, a second thread would have taken its work.
         waiting = [thread.name for thread in threading.enumerate() if "gloo-wait" in thread.name]
-        return new.origin, new.generation, total, len(waiting)
+        return new.membership.origin, new.membership.generation, total, len(waiting)
 
 
 def test_gloo_shrink_does_not_wait_for_rank_dead_before_connecting(tmp_path: Path) -> None:
@@ -238,28 +244,32 @@ def test_gloo_shrink_does_not_wait_for_rank_dead_before_connecting(tmp_path: Pat
     assert caught.value.results == dict.fromkeys((0, 2), ((0, 2), 2, 5.0, 1))
 
 
+@pytest.mark.parametrize(
+    ("backend", "last"), [("tcp", "connected"), in_whole("gloo", "flaws messages-0")]
+)
 def test_shrink_before_peer_knows_that_all_are_connected_succeeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, last: str
 ) -> None:
     """The other rank's ``init()`` then returns a communicator that is already aborted."""
-    pytest.importorskip("torch")
+    if backend == "gloo":
+        pytest.importorskip("torch")
     hear = Channel._hear
 
     def hear_late(channel: Channel, message: Any) -> None:
-        if channel.rank == 0 or message.get("name") != "flaws messages-0":
+        if channel.rank == 0 or message.get("name") != last:
             hear(channel, message)
 
     monkeypatch.setattr(Channel, "_hear", hear_late)
 
     def rank(number: int) -> Any:
         world = World(number, 2, number, 2, "here", "none", "job", FileStore(tmp_path))
-        with collective.connect(world, "gloo", timeout=FAR_S) as comm:
+        with collective.connect(world, backend, timeout=FAR_S) as comm:
             if number == 1:
                 with pytest.raises(collective.CommunicatorAbortedError, match="call shrink"):
                     comm.barrier()
             monkeypatch.setattr(Channel, "_hear", hear)
             with comm.shrink() as new:
-                return new.generation, float(new.all_reduce(np.ones(1))[0])
+                return new.membership.generation, float(new.all_reduce(np.ones(1))[0])
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(rank, range(2))) == [(1, 2.0)] * 2

@@ -20,6 +20,7 @@ from collective.backends.threads import ThreadsBackend
 from collective.errors import InvalidArgumentError, MismatchError
 from collective.testing import RankPool
 from tests.support.on_ranks import on_ranks, ranks_of
+from tests.support.selection import in_whole
 
 LARGE = 1 << 17  # float64, so 1 MiB, which stands out from the ranks' control messages
 
@@ -386,7 +387,7 @@ def silent(comm) -> Any:
     try:
         for generation in elastic.generations(comm, state, timeout=2.0):
             with generation as comm:
-                if comm.generation == 0:
+                if comm.membership.generation == 0:
                     if origin == 2:
                         AWAKE.wait(60)
                         comm.barrier()
@@ -414,7 +415,7 @@ def stopped(comm, marks: str) -> Any:
     try:
         for generation in elastic.generations(comm, state):
             with generation as comm:
-                if comm.generation == 0:
+                if comm.membership.generation == 0:
                     comm.barrier()
                     comm.timeout = 0.5
                     if origin == 2:
@@ -431,9 +432,9 @@ def stopped(comm, marks: str) -> Any:
     return [state.step, comm.size]
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo", "hierarchical"])
+@pytest.mark.parametrize("transport", ["shm", *map(in_whole, ("tcp", "gloo", "hierarchical"))])
 def test_generations_exclude_stopped_rank_with_any_timeout(transport, tmp_path):
-    if transport != "shm":
+    if transport not in ("shm", "tcp"):
         pytest.importorskip("torch", reason="gloo stands on PyTorch")
     with RankPool(3, transport, timeout=120.0) as pool:
         results = pool.run(stopped, str(tmp_path), shrink_grace=2.0)
@@ -446,7 +447,7 @@ def given_up(comm) -> Any:
         AWAKE.wait(60)
         return None
     try:
-        comm.agree(timeout=0.1 if comm.rank == 0 else 60.0)
+        comm.membership.agree(timeout=0.1 if comm.rank == 0 else 60.0)
     except (collective.CollectiveTimeoutError, collective.CommunicatorAbortedError) as error:
         outcome = type(error).__name__
     following = comm.shrink()

@@ -66,6 +66,7 @@ arrays = [FakeArray.of(np.arange(1000.0), stream=fake.stream(0)) for _ in range(
 """
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "then",
     ["fake.knob('hold', 1); FakeArray.of(np.zeros(9))", "fake.knob('delay_us', 3000)", ""],

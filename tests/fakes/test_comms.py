@@ -233,6 +233,7 @@ def test_version_has_functions_of_its_release(version):
     assert present == {name: version >= since for since, name in SINCE.items()}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("version", [2306, 21003, 21304, 21801, 21903, 22203, 22703])
 def test_versions_in_between_compile(version):
     folder = pathlib.Path(fakes.__file__).parent

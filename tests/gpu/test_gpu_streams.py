@@ -40,7 +40,7 @@ class Gpu:
     """A rank's GPU with a stream, and a way to keep a stream busy."""
 
     def __init__(self, comm: Any) -> None:
-        self.device = comm.transport.device
+        self.device = comm.inner.transport.device
         self.stream = self.device.new_stream()
         self._values: dict[float, DeviceArray] = {}
         self._nbytes = BYTES
@@ -248,7 +248,7 @@ def leaves(comm: Any) -> None:
     failed = None
     try:
         comm.all_reduce(x, out=x)
-        comm.transport.synchronize_event(gpu.stream.record(), "all_reduce", Deadline(60.0))
+        comm.inner.transport.synchronize_event(gpu.stream.record(), "all_reduce", Deadline(60.0))
     except CollectiveError as error:
         failed = error
     assert failed is not None
@@ -295,7 +295,7 @@ class Cupy(Torch):
 
 def trains(comm: Any, kind: type[Torch]) -> None:
     """Compute, reduce asynchronously and compute with the result, as a training loop does."""
-    framework = kind(comm.transport.device)
+    framework = kind(comm.inner.transport.device)
     with framework.side():
         x = framework.full(1.0)
         for _ in range(10):

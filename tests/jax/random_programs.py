@@ -3,7 +3,7 @@
 ::
 
     collective run -n 4 --jax tests/jax/random_programs.py --seed 7 --programs 10000
-    COLLECTIVE_INSECURE=1 COLLECTIVE_INTERFACE=lo collective run -n 4 --jax \\
+    COLLECTIVE_SECRET=none COLLECTIVE_INTERFACE=lo collective run -n 4 --jax \\
         --backend hierarchical tests/jax/random_programs.py --hosts 2
 
 With ``--hosts N`` the processes claim to be on N hosts.

@@ -15,11 +15,14 @@ if "explicit" in sys.argv:
 elif "torch" in sys.argv:  # with the variables of programs for torch.distributed
     address, size, rank = (os.environ[name] for name in ("MASTER_PORT", "WORLD_SIZE", "RANK"))
     jax.distributed.initialize(f"127.0.0.1:{address}", int(size), int(rank))
+elif "address" in sys.argv:  # the numbers are the launcher's
+    jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}")
 else:
     jax.distributed.initialize()
 total = multihost_utils.process_allgather(jax.numpy.ones(3)).sum()
 if "again" in sys.argv or "exchanged" in sys.argv:  # with another backend and another coordinator
-    address, size, rank = (int(os.environ[name]) for name in ("MASTER_PORT", "WORLD_SIZE", "RANK"))
+    # At a port of its own: a fast process would connect to the first coordinator while it stops.
+    address, (size, rank) = sys.argv[2], (int(os.environ[n]) for n in ("WORLD_SIZE", "RANK"))
     jax.distributed.shutdown()
     backend.clear_backends()
     if "exchanged" in sys.argv:

@@ -29,7 +29,7 @@ def launched(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("backend", "size"), [("shm", 2), ("shm", 3), ("gloo", 2)])
+@pytest.mark.parametrize(("backend", "size"), [("shm", 2), ("shm", 3), ("tcp", 2)])
 def test_calls_transformations_and_gradients_are_right(backend: str, size: int) -> None:
     done = launched(size, "inside_jit.py", backend=backend)
     results = re.findall(r"(\d+) checks, (\d+) wrong", done.stdout)

@@ -165,8 +165,8 @@ def test_parity_has_a_column_of_jax() -> None:
 
 @needs_optax
 @pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("torch", "safetensors", "mlxtend")),
-    reason="needs PyTorch, safetensors and mlxtend",
+    any(importlib.util.find_spec(name) is None for name in ("torch", "mlxtend")),
+    reason="needs PyTorch and mlxtend",
 )
 def test_parity_trains_the_same_weights_as_pytorch() -> None:
     done = _parity("--framework", "torch,jax", "--no-matrix", "--train", "--steps", 3)

@@ -14,6 +14,7 @@ import collective
 from collective.launch.actor_calls import ActorCalls
 from collective.launch.outcome import RanksFailedError
 from collective.testing import run_ranks
+from tests.support.selection import in_whole
 
 SUM = SimpleNamespace(reduceOp=SimpleNamespace(name="SUM"), root_rank=1)
 
@@ -84,7 +85,7 @@ def _lost(comm: collective.Communicator, name: str) -> tuple[int, ...]:
     return caught.value.ranks
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", in_whole("gloo")])
 @pytest.mark.parametrize("name", LOST)
 def test_death_of_a_peer_raises_in_every_call(name: str, backend: str) -> None:
     with pytest.raises(RanksFailedError) as caught:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from collective.launch.channel import GREETING, Channel, Output
 from collective.launch.hosts import cluster
-from collective.launch.hosts.channel import GREETING, Channel, Output
-from collective.launch.hosts.pulse import Pulse
+from collective.launch.hosts.reachability import Pulse
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_end_is_reported_after_the_last_frame(pipe: tuple[int, int]) -> None:
     assert receiver.receive() == FRAMES[:1]
     with pytest.raises(EOFError):
         receiver.receive()
-    os.close(receiver.outgoing)
+    os.close(receiver.descriptor)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from tests.docs.test_pages import BLOCKS
 from tests.start.test_world import SRUN
 from tests.support.network_hosts import Hosts, needs_hosts
 
+pytestmark = pytest.mark.whole
+
 EXPECTED = [f"rank {rank} of 4 on host{rank // 2}: 6" for rank in range(4)]
 
 # Variables of the first host of a job of Slurm 23.11, which asked for two tasks on each of two.
@@ -38,9 +40,6 @@ SBATCH = {
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
     needs_hosts()
-    pytest.importorskip(
-        "torch", reason="ranks on several hosts need Gloo, which is part of PyTorch"
-    )
     with Hosts(2, tmp_path) as made:
         yield made
 

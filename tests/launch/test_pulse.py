@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
-from collective.launch.hosts import pulse
-from collective.launch.hosts.agent import BEAT_S
-from collective.launch.hosts.pulse import Knocks, Pulse
-from collective.launch.hosts.supervisor import HostRank, HostsSupervisor, Place
+from collective.launch.channel import BEAT_S
+from collective.launch.hosts import reachability
+from collective.launch.hosts.reachability import Pulse
+from collective.launch.supervisor import Place, Supervisor
+from collective.launch.variables import Run
 from collective.platform import held_port
+
+Address = tuple[str, int]
 
 
 class Clock:
@@ -31,20 +34,20 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(pulse, "time", made)
+    monkeypatch.setattr(reachability, "time", made)
     return made
 
 
 @pytest.fixture
-def listening() -> Iterator[Knocks]:
-    """Yield knocks at a socket that listens, of a process that never accepts."""
+def listening() -> Iterator[Address]:
+    """Yield the place of a socket that listens, of a process that never accepts."""
     with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
-        yield Knocks("127.0.0.1", server.getsockname()[1])
+        yield server.getsockname()
 
 
 @pytest.fixture
-def unanswered() -> Iterator[Knocks]:
-    """Yield knocks that no kernel answers: the kernel drops them, since the queue is full."""
+def unanswered() -> Iterator[Address]:
+    """Yield a place whose kernel answers no knock: it drops them, since the queue is full."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         place = server.getsockname()
@@ -53,9 +56,7 @@ def unanswered() -> Iterator[Knocks]:
             full.setblocking(False)
             full.connect_ex(place)
         time.sleep(0.05)
-        knocks = Knocks("127.0.0.1", place[1])
-        yield knocks
-        knocks.forget()
+        yield place
 
 
 def cut_off_after(subject: Pulse, clock: Clock, beats: int) -> int | None:
@@ -69,18 +70,19 @@ def cut_off_after(subject: Pulse, clock: Clock, beats: int) -> int | None:
 
 
 def test_host_without_any_sign_of_life_is_cut_off_within_two_seconds(
-    clock: Clock, unanswered: Knocks
+    clock: Clock, unanswered: Address
 ) -> None:
     subject = Pulse()
-    subject.knocks = unanswered
+    subject.place = unanswered
     beats = cut_off_after(subject, clock, 40)
+    subject.forget()
     assert beats is not None
     assert 1.0 < beats * BEAT_S <= 1.75  # three knocks have to be lost; the ranks need some time
 
 
-def test_host_whose_kernel_answers_is_not_cut_off(clock: Clock, listening: Knocks) -> None:
+def test_host_whose_kernel_answers_is_not_cut_off(clock: Clock, listening: Address) -> None:
     subject = Pulse()
-    subject.knocks = listening
+    subject.place = listening
     assert cut_off_after(subject, clock, 39) is None
     assert not subject.is_silent()
     clock.now += 2 * BEAT_S
@@ -90,23 +92,23 @@ def test_host_whose_kernel_answers_is_not_cut_off(clock: Clock, listening: Knock
 def test_refused_connection_is_an_answer(clock: Clock) -> None:
     subject = Pulse()
     with held_port() as port:
-        subject.knocks = Knocks("127.0.0.1", port)
+        subject.place = "127.0.0.1", port
         assert cut_off_after(subject, clock, 20) is None
 
 
-def test_beat_ends_the_doubt(clock: Clock, unanswered: Knocks) -> None:
+def test_beat_ends_the_doubt(clock: Clock, unanswered: Address) -> None:
     subject = Pulse()
-    subject.knocks = unanswered
+    subject.place = unanswered
     for _ in range(5):
         assert cut_off_after(subject, clock, 4) is None
         subject.hear()
-    assert unanswered.unanswered == 0
+    assert not subject._knocks
 
 
 def test_host_without_route_is_cut_off(clock: Clock) -> None:
     # The kernel of this host reports the error: no packet leaves.
     subject = Pulse()
-    subject.knocks = Knocks("255.255.255.255", 9)
+    subject.place = "255.255.255.255", 9
     assert cut_off_after(subject, clock, 8) is not None
     subject.forget()
 
@@ -119,22 +121,22 @@ def test_host_of_this_process_is_never_cut_off(clock: Clock) -> None:
 
 
 def machine(*, local: bool = False, cut_off: bool = False) -> Any:
-    return SimpleNamespace(local=local, lost="", pulse=SimpleNamespace(is_cut_off=lambda: cut_off))
+    pulse = SimpleNamespace(is_cut_off=lambda: cut_off)
+    return SimpleNamespace(local=local, lost="", channel=None, pulse=pulse)
 
 
 def given_up(*hosts: Any, spare: int) -> list[Any]:
     """Return which of ``hosts``, with a rank each, are given up early if ``spare`` may be lost."""
-    supervisor = HostsSupervisor(
-        0, [], [{}] * len(hosts), SimpleNamespace(living=list(hosts)), [], print, spare
-    )
-    ranks = (
-        HostRank(number, Place(host, 0, 1), number, False) for number, host in enumerate(hosts)
-    )
-    supervisor._by_process = {rank.process: rank for rank in ranks}
+    places = [Place(host, 0, 1) for host in hosts]
+    run = Run([], len(hosts), {}, len(hosts) - spare)
+    meeting: Any = SimpleNamespace()
+    supervisor = Supervisor(0, run, [{}] * len(hosts), meeting, hosts, places)
+    for number, place in enumerate(places):
+        supervisor._attend(number, place)
     try:
         return supervisor._cut_off()
     finally:
-        supervisor._open.close()
+        supervisor._loop.open.close()
 
 
 def test_cut_off_host_is_given_up_if_enough_ranks_are_left() -> None:

@@ -20,8 +20,7 @@ from collective.errors import BackendUnavailableError
 from collective.launch.command_starter import Command, CommandStarter
 from collective.launch.outcome import Outcome, RankDiedError, RankHungError, RemoteError
 from collective.launch.process_starter import ProcessStarter
-from collective.launch.ranks import FunctionJob, Job, Participant, Ranks, Starter
-from collective.launch.thread_starter import ThreadStarter
+from collective.launch.ranks import FunctionJob, Job, Participant, Ranks, Starter, ThreadStarter
 from tests.support.interpreter import ROOT, run_python
 from tests.support.launches import DEADLINE_S
 

@@ -24,12 +24,13 @@ import pytest
 import collective
 from collective.adapters.jax.xla.library import library
 from collective.errors import BackendUnavailableError, RendezvousError
-from collective.launch.hosts import cluster, connecting
+from collective.launch.hosts import cluster, launching
 from collective.start.host_list import HostSlots
-from tests import warm
 from tests.support.interpreter import ROOT
 from tests.support.launches import NOISE_S, PRELUDE, PROMISED_S
 from tests.support.network_hosts import DEADLINE_S, Hosts, Job, needs_hosts
+
+pytestmark = pytest.mark.whole
 
 PROGRAMS = str(ROOT / "tests" / "support" / "network_host_programs.py")
 TWO_BY_TWO = ("--hosts", "host0:2,host1:2")
@@ -68,22 +69,6 @@ def script(tmp_path: Path) -> Callable[[str], str]:
 
 
 Script = Callable[[str], str]
-
-
-def needs_gloo() -> None:
-    pytest.importorskip(
-        "torch", reason="ranks on several hosts need Gloo, which is part of PyTorch"
-    )
-
-
-@pytest.fixture
-def program(tmp_path: Path) -> str:
-    """Return a script that runs programs of PROGRAMS with PyTorch, which is imported already."""
-    needs_gloo()
-    command = [warm.python(), "-u", PROGRAMS]
-    body = f"import os, sys\nos.execv({command[0]!r}, [*{command!r}, *sys.argv[1:]])\n"
-    (tmp_path / "program.py").write_text(body)
-    return "program.py"
 
 
 def until(condition: Callable[[], object], what: object) -> None:
@@ -133,8 +118,8 @@ def test_ranks_on_two_hosts_have_places_and_prefixes(hosts: Hosts, script: Scrip
     assert_nothing_left(hosts)
 
 
-def test_ranks_on_two_hosts_meet_in_store_of_launcher(hosts: Hosts, program: str) -> None:
-    text = hosts.run([*TWO_BY_TWO, program, "who"]).succeed()
+def test_ranks_on_two_hosts_meet_in_store_of_launcher(hosts: Hosts) -> None:
+    text = hosts.run([*TWO_BY_TWO, PROGRAMS, "who"]).succeed()
     for rank, host in enumerate(("host0", "host0", "host1", "host1")):
         assert re.search(rf"^\[{rank}\] SAID .*'host': '{host}', 'backend': 'hierarchical'", text,
                          re.MULTILINE), text  # fmt: skip
@@ -352,7 +337,7 @@ def test_killed_process_leaves_no_process_on_any_host(
 
 def test_restart_starts_ranks_of_all_hosts_again(hosts: Hosts, script: Script) -> None:
     body = """
-        restart = os.environ["COLLECTIVE_RESTART"]
+        restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
         print("restart", restart)
         sys.exit(rank == 3 and restart == "0")
         """
@@ -390,14 +375,14 @@ def test_host_that_does_not_answer_is_named(
     ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\necho 'a banner' >&2\nexec sleep 600\n")
     ssh.chmod(0o700)
-    monkeypatch.setattr(connecting, "_START_S", 1.0)
+    monkeypatch.setattr(launching, "_START_S", 1.0)
     site = cluster.Site(str(tmp_path), "", sys.executable, "", [str(ssh)])
     control, handle = os.pipe()
     hosts = [HostSlots("elsewhere.example", 1)]
     try:
         with (
             pytest.raises(RendezvousError) as caught,
-            connecting.connected(hosts, [], site, control),
+            launching.connected(hosts, [], site, control),
         ):
             pass
     finally:
@@ -546,9 +531,9 @@ def begun(job: Job, origin: tuple[int, ...]) -> list[dict[str, Any]]:
     return members()
 
 
-def test_host_of_rank_0_dies_and_others_train_on(make: Make, tmp_path: Path, program: str) -> None:
+def test_host_of_rank_0_dies_and_others_train_on(make: Make, tmp_path: Path) -> None:
     hosts = make(3)
-    arguments = ["--hosts", "host1:2,host2:2", "--min-ranks", "2", program, "train"]
+    arguments = ["--hosts", "host1:2,host2:2", "--min-ranks", "2", PROGRAMS, "train"]
     job = hosts.run(arguments)
     begun(job, (0, 1, 2, 3))
     lost_at = time.monotonic()
@@ -564,11 +549,21 @@ def test_host_of_rank_0_dies_and_others_train_on(make: Make, tmp_path: Path, pro
     assert_nothing_left(hosts)
 
 
-def test_host_dies_before_its_ranks_meet_and_others_meet_without_them(
-    make: Make, program: str
-) -> None:
+def test_example_goes_on_when_a_host_dies(make: Make) -> None:
     hosts = make(3)
-    arguments = ["--hosts", "host1:1,host2:2", "--min-ranks", "2", program, "without_rank_0"]
+    example = str(ROOT / "examples" / "several_hosts.py")
+    where = ["--hosts", "host1:1,host2:1", "--min-ranks", "1"]
+    job = hosts.run([*where, example, "--steps", "5000"])
+    until(lambda: "step 0, size 2, over tcp" in str(job), job)
+    hosts.end(1)
+    text = job.succeed()
+    assert "5000 steps, size 1 at the end: loss 0.0" in text
+    assert_nothing_left(hosts)
+
+
+def test_host_dies_before_its_ranks_meet_and_others_meet_without_them(make: Make) -> None:
+    hosts = make(3)
+    arguments = ["--hosts", "host1:1,host2:2", "--min-ranks", "2", PROGRAMS, "without_rank_0"]
     job = hosts.run(arguments)
     until(lambda: reports(job), job)
     hosts.end(1)
@@ -578,10 +573,10 @@ def test_host_dies_before_its_ranks_meet_and_others_meet_without_them(
     assert_nothing_left(hosts)
 
 
-def test_spare_host_replaces_host_that_dies(make: Make, tmp_path: Path, program: str) -> None:
+def test_spare_host_replaces_host_that_dies(make: Make, tmp_path: Path) -> None:
     hosts = make(4)
     where = ["--hosts", "host1:2,host2:2", "--spares", "host3:2", "--min-ranks", "2"]
-    job = hosts.run([*where, program, "train"])
+    job = hosts.run([*where, PROGRAMS, "train"])
     begun(job, (0, 1, 2, 3))
     assert hosts.on(3)  # the agent waits there
     lost_at = time.monotonic()
@@ -596,10 +591,10 @@ def test_spare_host_replaces_host_that_dies(make: Make, tmp_path: Path, program:
     assert_nothing_left(hosts)
 
 
-def test_lost_rank_is_replaced_on_its_host(make: Make, tmp_path: Path, program: str) -> None:
+def test_lost_rank_is_replaced_on_its_host(make: Make, tmp_path: Path) -> None:
     hosts = make(3)
     where = ["--hosts", "host1:2,host2:2", "--spares", "host0:2", "--min-ranks", "3"]
-    job = hosts.run([*where, program, "train"])
+    job = hosts.run([*where, PROGRAMS, "train"])
     begun(job, (0, 1, 2, 3))
     os.kill(pids(hosts, 1, "train")[0], signal.SIGKILL)
     until(lambda: [r for r in reports(job) if 4 in r.get("origin", ())], job)
@@ -611,10 +606,10 @@ def test_lost_rank_is_replaced_on_its_host(make: Make, tmp_path: Path, program: 
     assert_nothing_left(hosts)
 
 
-def test_host_that_goes_down_loses_no_step(make: Make, tmp_path: Path, program: str) -> None:
+def test_host_that_goes_down_loses_no_step(make: Make, tmp_path: Path) -> None:
     hosts = make(4)
     where = ["--hosts", "host1:2,host2:2", "--spares", "host3:2", "--min-ranks", "2"]
-    job = hosts.run([*where, program, "train"])
+    job = hosts.run([*where, PROGRAMS, "train"])
     begun(job, (0, 1, 2, 3))
     for pid in hosts.on(1):  # as a system does that shuts down
         os.kill(pid, signal.SIGTERM)
@@ -646,7 +641,6 @@ def silence_ssh(hosts: Hosts, host: int) -> None:
 def test_silent_host_is_left_behind_and_its_ranks_are_killed(
     make: Make, tmp_path: Path, silent: int, where: str, survivors: tuple[int, ...]
 ) -> None:
-    needs_gloo()
     hosts = make(3)
     hosts.hosts[
         silent
@@ -699,8 +693,8 @@ def test_restart_uses_spare_host_in_place_of_lost_one(make: Make, script: Script
     hosts = make(3)
     body = """
         import socket
-        print("at", socket.gethostname(), "restart", os.environ["COLLECTIVE_RESTART"])
-        if os.environ["COLLECTIVE_RESTART"] == "0":
+        print("at", socket.gethostname(), "restart", os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             arrive()
             time.sleep(600)
         """

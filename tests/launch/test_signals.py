@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import collective
-from collective.launch.interrupt import Site, sift, site_of, summary
+from collective.launch.tracebacks import Site, sift, site_of, summary
 from tests.support.launches import (
     DEADLINE_S,
     NOISE_S,

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 import collective
 from collective.launch.outcome import RanksFailedError
-from collective.launch.processes import Ending, activity
 from collective.launch.screen import RankOutput, Screen
 from collective.launch.tracebacks import (
     alike,
@@ -21,6 +16,7 @@ from collective.launch.tracebacks import (
     hide_internal_frames,
     split_traceback,
 )
+from collective.launch.variables import Run
 from collective.launch.verdict import FailedRank, first_in_cause, losses, report
 
 HOME = os.path.dirname(collective.__file__)
@@ -111,6 +107,9 @@ def test_output_is_split_before_the_last_chain() -> None:
     assert split_traceback(b"words\n") == (b"words\n", b"")
 
 
+RUN = Run([], 4, {})
+
+
 def failure(rank: int, text: str, code: int = 1) -> FailedRank:
     return FailedRank(rank, code, text.encode())
 
@@ -120,7 +119,9 @@ def mismatch(rank: int) -> str:
 
 
 def test_report_shows_equal_tracebacks_once() -> None:
-    text = report(failure(2, mismatch(2)), [failure(rank, mismatch(rank)) for rank in (0, 1, 3)])
+    text = report(
+        RUN, [], failure(2, mismatch(2)), [failure(rank, mismatch(rank)) for rank in (0, 1, 3)]
+    )
     assert text == (
         "collective run: ranks 0-3 failed, rank 2 first (exit code 1); its traceback:\n"
         + HEAD + OWN + HIDDEN_1 + "MismatchError: they differ [rank 2 of 4]\n"
@@ -133,7 +134,7 @@ def test_report_drops_the_rank_that_torch_puts_before_each_line() -> None:
         return "".join(f"[rank{rank}]: {line}" * (line != "\n") or line for line in
                        chain.splitlines(keepends=True))  # fmt: skip
 
-    text = report(failure(2, prefixed(2)), [failure(0, prefixed(0))])
+    text = report(RUN, [], failure(2, prefixed(2)), [failure(0, prefixed(0))])
     assert text == (
         "collective run: ranks 0, 2 failed, rank 2 first (exit code 1); its traceback:\n"
         + HEAD + OWN + "E: first\n" + CHAINED
@@ -149,7 +150,8 @@ def test_consequence_is_recognised_behind_the_rank_that_torch_puts_before_it() -
 
 def test_report_shows_the_first_failure_last() -> None:
     lost = HEAD + OWN + "PeerLostError: rank 2 is lost\n"
-    text = report(failure(2, HEAD + OWN + "E: why\n", 3), [failure(r, lost) for r in (0, 1, 3)])
+    first = failure(2, HEAD + OWN + "E: why\n", 3)
+    text = report(RUN, [], first, [failure(r, lost) for r in (0, 1, 3)])
     assert text == (
         f"collective run: ranks 0, 1, 3 failed; the traceback of rank 0:\n{lost}"
         f"collective run: rank 2 failed first (exit code 3); its traceback:\n{HEAD}{OWN}E: why\n"
@@ -157,12 +159,12 @@ def test_report_shows_the_first_failure_last() -> None:
 
 
 def test_verbose_report_shows_internal_frames() -> None:
-    assert report(failure(0, mismatch(0)), verbose=True).endswith(mismatch(0))
+    assert report(Run([], 4, {}, verbose=True), [], failure(0, mismatch(0))).endswith(mismatch(0))
 
 
 def test_summary_of_losses_shows_equal_tracebacks_once() -> None:
     failures = [failure(1, HEAD + OWN + "E\n"), failure(4, "", -9), failure(2, HEAD + OWN + "E\n")]
-    assert losses(failures, 6) == (
+    assert losses(Run([], 6, {}), failures) == (
         "collective run: 3 of 6 ranks were lost:\n"
         "collective run: ranks 1, 2 were lost (exit code 1); the traceback of rank 1:\n"
         f"{HEAD}{OWN}E\n"
@@ -219,36 +221,3 @@ def test_released_line_continues(stream: RankOutput) -> None:
     stream.release(ends=False)
     stream.feed(b" and half\n")
     assert stream.tail == HEAD.encode() + b"  half and half\n"
-
-
-def _is_refuted(pid: int) -> bool:
-    """Return whether the end of a process is refuted at some time while the process lives."""
-    ending = Ending(lambda: activity(pid))
-    while os.path.exists(f"/proc/{pid}"):
-        time.sleep(ending.next_look.left())
-        if ending.is_refuted():
-            return True
-    return ending.is_refuted()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize(
-    ("program", "goes_on"),
-    [
-        ("import time; time.sleep(600)", True),
-        ("while True: pass", True),
-        ("import sys; sys.exit(1)", False),
-    ],
-    ids=["waits", "computes", "ends"],
-)
-def test_end_of_a_process_is_assumed_until_it_waits_or_computes(
-    program: str, goes_on: bool
-) -> None:
-    process = subprocess.Popen([sys.executable, "-S", "-c", program])
-    reaper = threading.Thread(target=process.wait)
-    reaper.start()
-    try:
-        assert _is_refuted(process.pid) == goes_on
-    finally:
-        process.kill()
-        reaper.join()

@@ -6,7 +6,9 @@ import signal
 
 import pytest
 
-from collective.launch.verdict import FailedRank, exit_code, first_in_cause, report
+from collective.launch import verdict
+from collective.launch.variables import Run
+from collective.launch.verdict import FailedRank, first_in_cause
 
 FRAMES = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n    f()\n'
 CAUSE = FRAMES + "ValueError: boom\nwith a second line\n"
@@ -25,6 +27,10 @@ COLOURED = LOST.replace("collective", "\x1b[1;35mcollective").replace(":", "\x1b
 
 def failure(rank: int, stderr: str, code: int = 1) -> FailedRank:
     return FailedRank(rank, code, stderr.encode())
+
+
+def report(first: FailedRank) -> str:
+    return verdict.report(Run([], 4, {}), [first], first)
 
 
 @pytest.mark.parametrize("other", [LOST, FAILED, LATE, ABORTED, HANDLED, COLOURED])
@@ -51,7 +57,7 @@ def test_first_in_cause_names_expected_rank(failures: list[FailedRank], rank: in
 
 @pytest.mark.parametrize(("code", "shell"), [(1, 1), (3, 3), (-9, 137), (-15, 143)])
 def test_exit_code_follows_shell_convention(code: int, shell: int) -> None:
-    assert exit_code(failure(0, "", code)) == shell
+    assert failure(0, "", code).exit_code == shell
 
 
 def test_report_shows_whole_traceback_without_earlier_output() -> None:

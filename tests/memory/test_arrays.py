@@ -14,6 +14,8 @@ from collective.memory.arrays import adapter_like, adapter_of, is_array
 from collective.memory.dtypes import BY_NAME, FOREIGN
 from tests.support.on_ranks import on_ranks, ranks_of
 
+pytestmark = pytest.mark.quick
+
 torch = pytest.importorskip("torch")
 
 pair = ranks_of(("threads", 2))

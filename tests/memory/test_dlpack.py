@@ -22,6 +22,8 @@ from tests.fakes import Fake, FakeArray
 from tests.support.fake_gpu import gpu
 from tests.support.interpreter import run_python
 
+pytestmark = pytest.mark.quick
+
 __all__ = ["gpu"]  # a fixture
 
 CPU = (dlpack.CPU, 0)
@@ -305,6 +307,7 @@ print("end", flush=True)
 """
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("keeper", ["tensor", "capsule", "for ever", "dropped"])
 def test_lent_memory_may_outlive_interpreter(keeper):
     pytest.importorskip("torch")

@@ -8,6 +8,8 @@ import pytest
 from collective.errors import DtypeError
 from collective.memory import dtypes
 
+pytestmark = pytest.mark.quick
+
 NATIVE = [name for name in dtypes.BY_NAME if name not in dtypes.FOREIGN]
 
 

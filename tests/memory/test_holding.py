@@ -16,7 +16,8 @@ import pytest
 from collective import Communicator, InvalidArgumentError, MismatchError, native
 from collective.testing import RankPool
 from tests.support.interpreter import printed
-from tests.support.mpi_launches import VENDORS, launch_of, needs
+from tests.support.mpi_launches import REPEATED, VENDORS, launch_of
+from tests.support.selection import in_whole
 
 Array = np.ndarray[Any, Any]
 WAIT_S = 60.0
@@ -32,7 +33,6 @@ CALLS: dict[str, Callable[[Communicator, Any, bool], Any]] = {
     "sendrecv": lambda comm, x, later: comm.sendrecv(
         x.copy(), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, out=x, async_op=later
     ),
-    "plan": lambda comm, x, later: comm.plan("all_reduce", x, out=x)(async_op=later),
 }
 LENGTHS = {"short": 64, "long": 1 << 17}
 
@@ -216,8 +216,8 @@ def change_before_hold(comm: Communicator) -> str:
 # Simulates two hosts of two ranks each for the hierarchical transport.
 PAIRS = "tests.support.simulated_hosts:Pairs"
 TRANSPORTS = [
-    "threads", "shm", "gloo", PAIRS,
-    *(pytest.param(vendor, marks=needs(vendor)) for vendor in VENDORS),
+    "threads", "shm", in_whole("gloo"), PAIRS,
+    *REPEATED,
 ]  # fmt: skip
 
 
@@ -238,15 +238,15 @@ def test_resize_of_array_in_use_is_refused(transport: str, later: bool) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about tensors")
 @pytest.mark.parametrize("later", [False, True], ids=["now", "async"])
-@pytest.mark.parametrize("transport", ["threads", "shm", "gloo"])
+@pytest.mark.parametrize("transport", ["threads", "shm", in_whole("gloo")])
 def test_tensor_storage_lives_until_call_is_over(transport: str, later: bool) -> None:
     run(transport, storages, later)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about tensors")
-@pytest.mark.skipif(native.viewer() is None, reason="only C looks at a tensor before the view")
+@pytest.mark.skipif(native.holder() is None, reason="only C looks at a tensor before the view")
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("transport", ["threads", "gloo"])
+@pytest.mark.parametrize("transport", ["threads", in_whole("gloo")])
 def test_tensor_changed_before_its_view_is_refused(transport: str, name: str) -> None:
     with RankPool(2, transport, timeout=WAIT_S) as pool:
         text, other = pool.run(change_before_view, name)
@@ -258,7 +258,7 @@ def test_tensor_changed_before_its_view_is_refused(transport: str, name: str) ->
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about tensors")
-@pytest.mark.skipif(native.viewer() is None, reason="only C looks at a tensor before the view")
+@pytest.mark.skipif(native.holder() is None, reason="only C looks at a tensor before the view")
 def test_tensor_of_scatter_changed_before_its_view_is_refused() -> None:
     with RankPool(2, "threads", timeout=WAIT_S) as pool:
         text, _ = pool.run(change_before_view, "smaller storage", "scatter")
@@ -266,7 +266,7 @@ def test_tensor_of_scatter_changed_before_its_view_is_refused() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about tensors")
-@pytest.mark.parametrize("transport", ["threads", "shm", "gloo"])
+@pytest.mark.parametrize("transport", ["threads", "shm", in_whole("gloo")])
 def test_tensor_changed_before_it_is_held_is_looked_at_again(transport: str) -> None:
     with RankPool(2, transport, timeout=WAIT_S) as pool:
         texts = pool.run(change_before_hold)
@@ -279,8 +279,8 @@ sys.modules["collective.native._core"] = None
 from collective import native
 from collective.testing import run_ranks
 from tests.memory.test_holding import hold_all
-from tests.communicator.test_prepared import move_and_call
-assert native.gate() is native.handle() and native.viewer() is None
+from tests.communicator.test_moved_arrays import move_and_call
+assert native.gate() is native.handle() and native.holder() is None
 for later in (False, True):
     run_ranks(2, hold_all, later, backend="threads")
     run_ranks(2, move_and_call, later, backend="threads")

@@ -14,6 +14,8 @@ from collective.errors import InvalidArgumentError
 from collective.memory import nested
 from tests.support.on_ranks import on_ranks, ranks_of
 
+pytestmark = pytest.mark.quick
+
 pair = ranks_of(("threads", 2))
 
 Pair = namedtuple("Pair", "first second")

@@ -15,6 +15,8 @@ from collective.testing import RankFactory, all_checks, run_checks
 from tests.support import broken_transport as broken
 from tests.support.loopback import Loopback
 
+pytestmark = pytest.mark.whole
+
 
 class Fault(NamedTuple):
     """Broken transport, the check that must catch it, and an unrelated check that must pass."""

@@ -1,8 +1,9 @@
-"""Requirements on files: of pytest, of unpickling in ranks, and of the folder of benchmarks."""
+"""Requirements on files: of pytest, of merges, and of the folder of benchmarks."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 
 from tests.support.interpreter import ROOT
 
@@ -23,3 +24,14 @@ def test_make_runs_every_benchmark() -> None:
     programs = {file.name for file in files if '__name__ == "__main__"' in file.read_text()}
     assert programs - started == {"peers.py"}  # which makes the environments by hand
     assert started <= programs
+
+
+def test_no_file_has_both_sides_of_a_merge() -> None:
+    found = subprocess.run(
+        ["git", "grep", "-IlE", "^(<{7}|>{7}) "],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (found.stdout, found.stderr) == ("", "")

@@ -26,7 +26,7 @@ THIRD_PARTY = {
     ),
     ("backends/mpi", "mpi4py has no public name for a handle's address as a pointer"): "_handleof",
     ("adapters/chainer", "Chainer is complete, and has no public names for this state"): (
-        "_backprop_to_all _call_converter _comm _config_use_ideep _done _extensions _fp32_param "
+        "_call_converter _comm _config_use_ideep _done _extensions _fp32_param "
         "_get_reporters _global_except_hook _highprec_dtype _hookable _IteratorProgressBar "
         "_iterators _local _loss_scale _not_empty_cond _observer_names _orig_except_hook "
         "_persistent _post_update_hooks _pre_update_hooks _progress_bar _reduce "
@@ -54,6 +54,9 @@ THIRD_PARTY = {
     ),
     ("collective/start", "Ray's key-value store has no public functions"): (
         "_internal_kv_del _internal_kv_get _internal_kv_put"
+    ),
+    ("collective/testing", "a plugin of pytest that runs tests itself has to end their fixtures"): (
+        "_setupstate _tmp_path_factory"
     ),
     ("collective/launch/ray", "Ray registers a backend once, and tells nowhere else whether"): (
         "_global_registry"

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.interpreter import ROOT, run
-from tests.support.selection import OMITTED, QUICK, SLOW
+from tests.support.selection import SLOW
 
 _EXAMPLE = """
 import pytest
 from collective.testing import parametrize_with_checks
+from tests.support.selection import in_quick, in_whole
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
-@pytest.mark.parametrize("transport, core", [("shm", "c"), ("shm", "off"), ("gloo", "off")])
+@pytest.mark.parametrize("transport, core", [("shm", "c"), ("shm", "off"), in_whole("gloo", "off")])
 def test_product(transport, core, dtype): ...
 
 def test_single(): ...
@@ -29,22 +30,33 @@ def test_threads(check): ...
 @parametrize_with_checks("threads", sizes=(2,), checks=CHECKS)
 def test_others(check): ...
 
+@pytest.mark.whole
 @parametrize_with_checks("threads", sizes=(4,), checks=CHECKS)
-def test_threads_of_4_pass_suite(check): ...
+def test_threads_of_4(check): ...
+
+@pytest.mark.parametrize("transport", [in_quick("shm"), "threads", in_whole("gloo")])
+def test_transport(transport): ...
 """
+
+_PROGRAM = "import pytest\npytestmark = [pytest.mark.whole]\nraise SystemExit('imported')\n"
+
+
+def cases(folder: Path, option: str) -> dict[str, list[str]]:
+    """Return the cases of each test of the example that a run with ``option`` selects."""
+    (folder / "test_example.py").write_text(_EXAMPLE)
+    (folder / "test_program.py").write_text(_PROGRAM)
+    options = ["-p", "tests.conftest", option, "--collect-only", "--quiet", "-c", "/dev/null"]
+    shown = run(sys.executable, "-m", "pytest", *options, "--rootdir", folder, cwd=folder).stdout
+    selected: dict[str, list[str]] = {}
+    for name, case in re.findall(r"::(\w+)(?:\[(.*)\])?$", shown, re.MULTILINE):
+        selected.setdefault(name, []).append(case)
+    return selected
 
 
 @pytest.fixture(scope="module")
 def chosen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Return the cases of each test of the example that --once chooses."""
-    folder = tmp_path_factory.mktemp("example")
-    (folder / "test_example.py").write_text(_EXAMPLE)
-    options = ["-p", "tests.conftest", "--once", "--collect-only", "--quiet", "-c", "/dev/null"]
-    shown = run(sys.executable, "-m", "pytest", *options, "--rootdir", folder, cwd=folder).stdout
-    cases: dict[str, list[str]] = {}
-    for name, case in re.findall(r"::(\w+)(?:\[(.*)\])?$", shown, re.MULTILINE):
-        cases.setdefault(name, []).append(case)
-    return cases
+    return cases(tmp_path_factory.mktemp("example"), "--once")
 
 
 def test_each_value_of_a_parameter_is_chosen_once(chosen: dict[str, list[str]]) -> None:
@@ -74,17 +86,21 @@ def test_each_check_is_chosen_for_each_test(chosen: dict[str, list[str]]) -> Non
     ]
 
 
-def test_suites_with_further_numbers_of_ranks_are_omitted(chosen: dict[str, list[str]]) -> None:
-    assert "test_threads_of_4_pass_suite" not in chosen
+def test_tests_and_cases_that_are_marked_whole_are_omitted(chosen: dict[str, list[str]]) -> None:
+    assert "test_threads_of_4" not in chosen
+    assert chosen["test_transport"] == ["shm", "threads"]
 
 
-def test_lists_name_files() -> None:
-    names = {*QUICK, *OMITTED, *SLOW}
+def test_file_that_is_marked_whole_is_not_imported(chosen: dict[str, list[str]]) -> None:
+    assert chosen  # The import of the file would have ended the run.
+
+
+def test_quick_runs_what_is_marked_quick(tmp_path: Path) -> None:
+    assert cases(tmp_path, "--quick") == {"test_transport": ["shm"]}
+
+
+def test_list_names_files() -> None:
     files = {
-        name: ROOT / "tests" / f"{Path(name).parent}/test_{Path(name).name}.py" for name in names
+        name: ROOT / "tests" / f"{Path(name).parent}/test_{Path(name).name}.py" for name in SLOW
     }
     assert [name for name, file in files.items() if not file.exists()] == []
-
-
-def test_quick_tests_are_in_make_test() -> None:
-    assert set(QUICK) & set(OMITTED) == set()

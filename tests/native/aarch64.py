@@ -38,8 +38,8 @@ _FLAGS = ("-std=gnu11", "-g", "-Wall", "-Wextra", "-pthread")
 #: As in setup.py.
 _CORE_FLAGS = ("-O3", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC")
 _PARTS = ("emulator", "threads", "kit")
-#: Values of COLLECTIVE_NATIVE.
-_CORES = ("on", "off")
+#: Runs of the kit, each with its COLLECTIVE_DISABLE.
+_CORES = {"on": "", "off": "native"}
 # Ranks may take this long to start, and to end a case: the emulated interpreter is slow.
 _TIMEOUT_S = 1800
 # Starts the emulated Python, also for processes that it starts: the kernel cannot run it itself.
@@ -208,7 +208,7 @@ def try_kit(
     core = package / "collective" / "native" / f"_core.cpython-{version}-aarch64-linux-gnu.so"
     include = [f"-I{headers}", f"-idirafter{system / 'usr' / 'include'}"]
     compile_for_arm(sorted(_CORE.glob("*.c")), core, ["-shared", *_CORE_FLAGS, *include])
-    environment = {key: value for key, value in os.environ.items() if key != "COLLECTIVE_NATIVE"}
+    environment = {key: value for key, value in os.environ.items() if key != "COLLECTIVE_DISABLE"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     environment["PYTHONPATH"] = f"{package}:{folder / 'site'}"
     kit = [str(starter), "-m", "collective.testing", "shm", "--sizes", sizes]
@@ -217,7 +217,7 @@ def try_kit(
     for native in cores:
         print(f"conformance kit over shm, native core {native}", flush=True)
         wrong += subprocess.run(
-            kit, env={**environment, "COLLECTIVE_NATIVE": native}, cwd=package, check=False
+            kit, env={**environment, "COLLECTIVE_DISABLE": _CORES[native]}, cwd=package, check=False
         ).returncode
     return wrong
 
@@ -230,7 +230,11 @@ def main() -> int:
     parser.add_argument("--sizes", default="2,3", help="numbers of ranks in the kit")
     parser.add_argument("--checks", nargs="+", default=[], help="of the kit; all if not given")
     parser.add_argument(
-        "--core", nargs="+", choices=_CORES, default=_CORES, help="runs of the kit (default: both)"
+        "--core",
+        nargs="+",
+        choices=_CORES,
+        default=list(_CORES),
+        help="runs of the kit (default: both)",
     )
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     options = parser.parse_args()

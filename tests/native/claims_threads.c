@@ -124,24 +124,25 @@ int main(int count, char **arguments)
         memset(expected[value], value, NBYTES);
     memset(later, LATER, NBYTES);
     char *memory = calloc((size_t)ranks, 4096 + ring_bytes);
-    sender_end = (struct messages){0, ranks, ring_bytes, ring_bytes, NULL,
-                                   calloc((size_t)ranks, sizeof(struct ring)), NULL, NULL, 1, {0}};
+    sender_end = (struct messages){.size = ranks, .carrier = &rings, .capacity = ring_bytes,
+                                   .streamed = ring_bytes,
+                                   .out = calloc((size_t)ranks, sizeof(struct end))};
     for (int rank = 1; rank < ranks; rank++) {
         char *page = memory + (size_t)rank * (4096 + ring_bytes);
-        ends[rank] = (struct messages){rank, ranks, ring_bytes, ring_bytes,
-                                       calloc(1, sizeof(struct ring)), NULL, NULL, NULL, 1, {0}};
+        ends[rank] = (struct messages){.rank = rank, .size = ranks, .carrier = &rings,
+                                       .capacity = ring_bytes, .streamed = ring_bytes,
+                                       .in = calloc(1, sizeof(struct end))};
         for (int word = 0; word < 3; word++)
             ((uint64_t *)page)[64 * word] = start;
-        ends[rank].in[0] = (struct ring){.position = start, .seen = start,
-                                         .mine = (uint64_t *)(page + 512),
-                                         .theirs = (uint64_t *)page,
-                                         .claim = (uint64_t *)(page + 1024),
-                                         .data = (unsigned char *)page + 4096};
-        sender_end.out[rank] = (struct ring){.position = start, .seen = start,
-                                             .mine = (uint64_t *)page,
-                                             .theirs = (uint64_t *)(page + 512),
-                                             .claim = (uint64_t *)(page + 1024),
-                                             .data = (unsigned char *)page + 4096};
+        ends[rank].in[0].position = sender_end.out[rank].position = start;
+        ends[rank].in[0].ring = (struct ring){.seen = start, .mine = (uint64_t *)(page + 512),
+                                              .theirs = (uint64_t *)page,
+                                              .claim = (uint64_t *)(page + 1024),
+                                              .data = (unsigned char *)page + 4096};
+        sender_end.out[rank].ring = (struct ring){.seen = start, .mine = (uint64_t *)page,
+                                                  .theirs = (uint64_t *)(page + 512),
+                                                  .claim = (uint64_t *)(page + 1024),
+                                                  .data = (unsigned char *)page + 4096};
     }
     pthread_t threads[2 * MOST_RANKS];
     for (intptr_t rank = 1; rank < ranks; rank++) {

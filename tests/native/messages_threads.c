@@ -3,7 +3,8 @@
    test_shared.py builds and runs the program, and so does `make sanitize`, both under sanitizers.
 
    Usage: messages_threads RANKS CALLS RING_BYTES SEED START
-   START is the number of bytes at which the counts begin, a multiple of 8. */
+   START is the number of bytes at which the counts begin, a multiple of 8. Without bytes for a ring
+   the messages go over pairs of sockets. */
 
 #define _GNU_SOURCE
 #include "messages.h"
@@ -14,6 +15,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 size_t cached_bytes = 512; /* longer copies bypass the caches */
 
@@ -95,8 +98,39 @@ static void take_left(struct messages *m, int left, int64_t tag, char *out, size
     memcpy(out, head + HEAD_BYTES - HEAD_ROOM, nbytes <= HEAD_ROOM ? nbytes : 0);
     if (nbytes > HEAD_ROOM) {
         exchange_begin(&x, m);
-        exchange_recv(&x, left, left, tag, out, nbytes, NULL);
+        exchange_recv(&x, left, left, tag + PAYLOAD_TAG, out, nbytes, NULL);
         run(&x, call);
+    }
+}
+
+/* The posted operations of all calls. They stay until the end, since any thread of a rank may take the
+   finished ones. */
+static struct posted *all_posted;
+
+/* Sends and receives by posted operations: into memory, or of unknown length, and from any rank. */
+static void post_both(struct messages *m, int lane, int call, int right, int left, const char *src,
+                      char *out, size_t nbytes)
+{
+    struct posted *receive = &all_posted[2 * ((size_t)(m->rank * LANES + lane) * (size_t)calls + (size_t)call)];
+    struct posted *send = receive + 1;
+    *send = (struct posted){.source = -2, .to = right, .tag = lane, .nbytes = nbytes};
+    *receive = (struct posted){.source = call % 2 ? -1 : left, .to = -2, .tag = lane, .mask = -1,
+                               .bytes = call % 3 ? out : NULL, .room = call % 3 ? nbytes : 0};
+    if (call % 5)
+        post_receive(m, receive);
+    check(post_send(m, send, src, nbytes, NULL, 0) == 0, "a posted send", call, m->rank, nbytes);
+    if (call % 5 == 0)
+        post_receive(m, receive);
+    while (__atomic_load_n(&send->state, __ATOMIC_ACQUIRE) < OVER
+           || __atomic_load_n(&receive->state, __ATOMIC_ACQUIRE) < OVER) {
+        if (!messages_progress(m))
+            sched_yield();
+    }
+    check(send->state == OVER && receive->state == OVER, "a state", call, m->rank, nbytes);
+    check(receive->source == left && receive->nbytes == nbytes, "a status", call, m->rank, nbytes);
+    if (receive->bytes == NULL) {
+        memcpy(out, receive->message->bytes, nbytes);
+        free(receive->message);
     }
 }
 
@@ -104,11 +138,15 @@ static void one_call(struct messages *m, int lane, int call, size_t nbytes, int 
 {
     int right = (m->rank + 1) % ranks, left = (m->rank + ranks - 1) % ranks;
     int64_t words[HEAD_WORDS] = {0, 5, (int64_t)nbytes, 1, (int64_t)nbytes}, other[HEAD_WORDS] = {9};
-    int heads = kind > 1, drains = kind == 2, misfits = kind == 3, any = call % 2;
+    int heads = kind > 1 && kind < 5, drains = kind == 2, misfits = kind == 3, any = call % 2;
     char *src = malloc(nbytes + 1), *out = malloc(nbytes + 1);
     memcpy(src, message(call, m->rank, lane), nbytes);
     out[nbytes] = 77;
     struct exchange x;
+    if (kind >= 5) {
+        post_both(m, lane, call, right, left, src, out, nbytes);
+        goto received;
+    }
     exchange_begin(&x, m);
     exchange_send(&x, right, lane, src, nbytes, heads ? words : NULL, call % 3);
     if (drains)
@@ -123,6 +161,7 @@ static void one_call(struct messages *m, int lane, int call, size_t nbytes, int 
         take_left(m, left, lane, out, nbytes, call);
     else
         check(x.from == left, "the source", call, m->rank, nbytes);
+received:
     check(memcmp(out, message(call, left, lane), nbytes) == 0, "a byte", call, m->rank, nbytes);
     check(out[nbytes] == 77, "what is behind", call, m->rank, nbytes);
     free(src);
@@ -135,9 +174,23 @@ static void *thread_main(void *argument)
     uint32_t state = seed * 2654435761u + 1 + (unsigned)lane;
     for (int call = 0; call < calls; call++) {
         size_t nbytes = length(&state);
-        one_call(&all[rank], lane, call, nbytes, (int)(draw(&state) % 6));
+        one_call(&all[rank], lane, call, nbytes, (int)(draw(&state) % 8));
     }
     return NULL;
+}
+
+/* Connects each pair of ranks by sockets. */
+static void connect_all(void)
+{
+    for (int rank = 0; rank < ranks; rank++)
+        for (int peer = 0; peer < rank; peer++) {
+            int pair[2];
+            check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) == 0, "a socket", 0, rank, 0);
+            all[rank].in[peer].stream.fd = all[rank].out[peer].stream.fd = pair[0];
+            all[peer].in[rank].stream.fd = all[peer].out[rank].stream.fd = pair[1];
+            all[rank].in[peer].stream.ahead = malloc(STREAM_AHEAD);
+            all[peer].in[rank].stream.ahead = malloc(STREAM_AHEAD);
+        }
 }
 
 int main(int count, char **arguments)
@@ -149,31 +202,41 @@ int main(int count, char **arguments)
     ring_bytes = (size_t)atol(arguments[3]);
     seed = (unsigned)atol(arguments[4]);
     start = strtoull(arguments[5], NULL, 10);
+    int streaming = ring_bytes == 0;
+    ring_bytes = streaming ? 2 * STREAM_AHEAD : ring_bytes;
     char *memory = calloc((size_t)ranks * ranks, 4096 + ring_bytes);
     size_t longest = 3 * ring_bytes + 4 * CLAIMED_BYTES + 8;
     uint32_t state = seed + 1;
     drawn = malloc(longest + OFFSETS);
+    all_posted = malloc(2 * sizeof *all_posted * (size_t)(ranks * LANES) * (size_t)calls);
     for (size_t i = 0; i < longest + OFFSETS; i++)
         drawn[i] = (char)draw(&state);
     for (int rank = 0; rank < ranks; rank++) {
         struct messages *m = &all[rank];
-        *m = (struct messages){rank, ranks, ring_bytes, ring_bytes, calloc(ranks, sizeof *m->in),
-                               calloc(ranks, sizeof *m->out), &sleepers, asleep, 1, {0}};
+        *m = (struct messages){.rank = rank, .size = ranks, .carrier = streaming ? &streams : &rings,
+                               .capacity = ring_bytes, .streamed = ring_bytes,
+                               .in = calloc(ranks, sizeof *m->in),
+                               .out = calloc(ranks, sizeof *m->out),
+                               .sleepers = streaming ? NULL : &sleepers, .asleep = asleep,
+                               .apart = 1};
         for (int peer = 0; peer < ranks; peer++) {
             char *in = memory + (peer * ranks + rank) * (4096 + ring_bytes);
             char *out = memory + (rank * ranks + peer) * (4096 + ring_bytes);
             for (int word = 0; word < 3; word++)
                 ((uint64_t *)in)[64 * word] = ((uint64_t *)out)[64 * word] = start;
-            m->in[peer] = (struct ring){.position = start, .seen = start,
-                                        .mine = (uint64_t *)(in + 512), .theirs = (uint64_t *)in,
-                                        .claim = (uint64_t *)(in + 1024),
-                                        .data = (unsigned char *)in + 4096};
-            m->out[peer] = (struct ring){.position = start, .seen = start,
-                                         .mine = (uint64_t *)out, .theirs = (uint64_t *)(out + 512),
-                                         .claim = (uint64_t *)(out + 1024),
-                                         .data = (unsigned char *)out + 4096};
+            m->in[peer].position = m->out[peer].position = start;
+            m->in[peer].ring = (struct ring){.seen = start, .mine = (uint64_t *)(in + 512),
+                                             .theirs = (uint64_t *)in,
+                                             .claim = (uint64_t *)(in + 1024),
+                                             .data = (unsigned char *)in + 4096};
+            m->out[peer].ring = (struct ring){.seen = start, .mine = (uint64_t *)out,
+                                              .theirs = (uint64_t *)(out + 512),
+                                              .claim = (uint64_t *)(out + 1024),
+                                              .data = (unsigned char *)out + 4096};
         }
     }
+    if (streaming)
+        connect_all();
     pthread_t threads[MOST_RANKS * LANES];
     for (intptr_t i = 0; i < ranks * LANES; i++)
         pthread_create(&threads[i], NULL, thread_main, (void *)i);
@@ -183,11 +246,17 @@ int main(int count, char **arguments)
         for (int peer = 0; peer < ranks; peer++)
             check(all[rank].in[peer].kept == NULL, "what is kept", calls, rank, 0);
         messages_clear(&all[rank]);
+        for (int peer = 0; peer < ranks && streaming; peer++)
+            if (peer != rank) {
+                free(all[rank].in[peer].stream.ahead);
+                close(all[rank].in[peer].stream.fd);
+            }
         free(all[rank].in);
         free(all[rank].out);
     }
     free(memory);
     free(drawn);
+    free(all_posted);
     printf("%d calls of %d ranks\n", calls, ranks);
     return 0;
 }

@@ -18,8 +18,8 @@ import pytest
 import collective
 from collective import Shards, native
 from collective.communicator import Communicator
+from collective.communicator.calls.call import Planned
 from collective.communicator.calls.views import view
-from collective.communicator.planned import Planned
 from collective.errors import (
     CollectiveError,
     CommunicatorClosedError,
@@ -65,7 +65,6 @@ OTHERS: dict[str, Callable[[Communicator], Any]] = {
     "an operator": lambda comm: comm.all_reduce(_x(comm.rank), op=collective.premul_sum(1)),
     "a timeout": lambda comm: comm.all_reduce(_x(comm.rank), timeout=50.0),
     "async_op": lambda comm: comm.all_reduce(_x(comm.rank), async_op=True).wait(),
-    "a plan": lambda comm: comm.plan("all_reduce", _x(comm.rank))(),
     "overlapping": _overlapping,
     "plain": lambda comm: comm.all_reduce(_x(comm.rank)),
 }
@@ -372,7 +371,7 @@ def test_failed_message_sends_traceback_to_peers() -> None:
     with collective.init(size=1, rank=0) as comm:
         comm._path.exchange = breaks  # type: ignore[assignment]
         with (
-            mock.patch.object(comm.transport, "abort") as abort,
+            mock.patch.object(comm.inner.transport, "abort") as abort,
             pytest.raises(OSError, match="wi"),
         ):
             comm.send(_x(), 0)
@@ -414,7 +413,7 @@ def _not_comparing() -> Any:
     import dataclasses
 
     with collective.init(size=1, rank=0) as comm:
-        backend: Any = comm.transport
+        backend: Any = comm.inner.transport
     backend.capabilities = dataclasses.replace(backend.capabilities, checks_calls=False)
     return backend
 

@@ -12,7 +12,7 @@ import pytest
 from collective import native
 from collective.algorithms import arithmetic
 from collective.algorithms.folds import Folding
-from collective.algorithms.trees import Schedule, Span
+from collective.algorithms.trees import NodeFolds, Span
 from collective.errors import DtypeError
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME, DType
@@ -217,15 +217,15 @@ def test_arithmetic_fold_returns_c_function(name: str) -> None:
 @pytest.mark.parametrize(("name", "dtype"), FOLDS)
 def test_schedule_has_bits_of_its_folds_one_by_one(name: str, dtype: DType) -> None:
     leaves = [Span(leaf, leaf + 1) for leaf in range(3, 10)]
-    schedule = Schedule(leaves, 11, Folding(as_op(name), dtype, 11), enters=True)
-    assert schedule._in_c is not None
+    folds = NodeFolds(leaves, 11, Folding(as_op(name), dtype, 11), enters=True)
+    assert folds._in_c is not None
     inputs = [Buffer(drawn(dtype, 5003, seed), dtype) for seed in range(len(leaves))]
     results = []
-    for run in (schedule._in_c, None):
-        schedule._in_c = run
-        outs = [Buffer(np.zeros(5003, dtype.storage), dtype) for _ in schedule.results]
+    for run in (folds._in_c, None):
+        folds._in_c = run
+        outs = [Buffer(np.zeros(5003, dtype.storage), dtype) for _ in folds.results]
         with np.errstate(all="ignore"):
-            schedule.run(inputs, outs)
+            folds.run(inputs, outs)
         results.append([out.array.tobytes() for out in outs])
     assert len(results[0]) == 3
     assert results[0] == results[1]

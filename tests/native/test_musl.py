@@ -19,9 +19,12 @@ from tests.native.threads import PROGRAMS, build, run
 from tests.support.interpreter import ROOT
 
 COMPILER = os.environ.get("MUSL_CC", "musl-gcc")
-pytestmark = pytest.mark.skipif(
-    shutil.which(COMPILER) is None, reason="no musl-gcc: install musl-tools, or set MUSL_CC"
-)
+pytestmark = [
+    pytest.mark.whole,
+    pytest.mark.skipif(
+        shutil.which(COMPILER) is None, reason="no musl-gcc: install musl-tools, or set MUSL_CC"
+    ),
+]
 
 
 def test_core_compiles_and_links_without_warning(tmp_path: Path) -> None:

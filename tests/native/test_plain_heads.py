@@ -9,7 +9,7 @@ import pytest
 
 from collective import native
 from collective.communicator import Communicator
-from collective.communicator.calls.contents import message_of
+from collective.communicator.calls.heads import message_of
 from collective.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(

@@ -77,7 +77,7 @@ def test_doctor_on_32_bits_says_why_there_is_no_core() -> None:
         "import sys; sys.maxsize = 2**31 - 1; sys.modules['collective.native._core'] = None\n"
         "from collective.tools.doctor import _native; print(_native(None))"
     )
-    assert python("-c", program, COLLECTIVE_NATIVE="") == (
+    assert python("-c", program, COLLECTIVE_DISABLE="") == (
         "not in use: not built: it needs a 64-bit Python\n"
     )
 
@@ -97,7 +97,7 @@ def test_status_without_core_says_not_built() -> None:
         "import sys; sys.modules['collective.native._core'] = None\n"
         "from collective import native; print(native.status())"
     )
-    assert python("-c", program, COLLECTIVE_NATIVE="") == (
+    assert python("-c", program, COLLECTIVE_DISABLE="") == (
         "not in use: not built: a wheel without it, or no C compiler at installation\n"
     )
 
@@ -110,20 +110,20 @@ def test_method_has_source_without_core() -> None:
         "    print(inspect.getsource(comm.all_reduce), end='')"
     )
     source = inspect.getsource(inspect.unwrap(collective.Communicator.all_reduce))
-    assert python("-c", program, COLLECTIVE_NATIVE="") == source
+    assert python("-c", program, COLLECTIVE_DISABLE="") == source
 
 
 def test_variable_switches_core_off() -> None:
     program = "from collective import native; print(native.status(), native.chosen.extension)"
-    assert python("-c", program, COLLECTIVE_NATIVE="off") == "not in use: switched off None\n"
+    assert python("-c", program, COLLECTIVE_DISABLE="native") == "not in use: switched off None\n"
 
 
 def test_setting_switches_core_off() -> None:
     program = (
         "import collective; from collective import native\n"
-        "collective.init(native='off').close(); print(native.status())"
+        "collective.init(disable='native').close(); print(native.status())"
     )
-    assert python("-c", program, COLLECTIVE_NATIVE="") == "not in use: switched off\n"
+    assert python("-c", program, COLLECTIVE_DISABLE="") == "not in use: switched off\n"
 
 
 def test_fold_is_reference_when_core_is_off(chosen: None) -> None:

@@ -1,4 +1,4 @@
-"""Model of the protocol of ``messages.c``: all interleavings of one sender and one receiver.
+"""Model of the protocol of ``rings.c``: all interleavings of one sender and one receiver.
 
 Each end makes the same steps as the C code, with one word or one piece of data at a time, and the
 test visits every reachable state. The receiver may claim a message at any time, as if the sender

@@ -28,6 +28,7 @@ BROADCAST, ALL_REDUCE = 3, 1  # as in collective/native/shared.h
 DIGEST, LOCATION, LAST_CALL, DESCRIBED, POSTED, FOLDED, READ = 1, 8, 34, 39, 40, 48, 56
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 @pytest.mark.parametrize(
     ("program", "ranks", "areas"),

@@ -94,7 +94,7 @@ CALLS: dict[str, Callable[[Communicator, Any], object]] = {
 @pytest.mark.parametrize("name", CALLS)
 @on_ranks("pair")
 def test_napping_rank_is_woken_by_awaited_event(comm: Communicator, name: str) -> None:
-    words = comm.transport._control.words  # type: ignore[attr-defined]
+    words = comm.inner.transport._control.words  # type: ignore[attr-defined]
     x = np.zeros(4 << 20, np.float32)
     with mock.patch.multiple(control, _NAP_SHARE=1e6, _NAP_LAST_S=NAP_S):
         for _ in range(5):

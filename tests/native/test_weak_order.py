@@ -278,7 +278,7 @@ def test_place_is_written_again_after_it_was_read(stored: Order, loaded: Order) 
 
 
 class Claim(NamedTuple):
-    """Accesses that look for a claim, and that follow one; see the top of messages.c.
+    """Accesses that look for a claim, and that follow one; see the top of rings.c.
 
     Attributes:
         sent: order of the store that announces the whole message.

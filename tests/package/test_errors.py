@@ -9,6 +9,8 @@ import pytest
 
 from collective import errors
 
+pytestmark = pytest.mark.quick
+
 KINDS = [getattr(errors, name) for name in errors.__all__]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 # The attributes of errors beside their text.

@@ -35,6 +35,9 @@ def _modules() -> list[str]:
         # The names of an extension are in the .pyi file beside it.
         # The libraries for XLA are no modules of Python, though their names end like one.
         last = module.name.rpartition(".")[2]
+        # Programs import the modules of this folder as mpi4py, which has no __all__ either.
+        if ".importable." in module.name:
+            continue
         if last not in ("__main__", "_core", "libcollective_xla", "libcollective_ffi"):
             names.append(module.name)
     return names
@@ -180,8 +183,7 @@ def use(comm):
     x = np.ones(3)
     for result in (
         comm.all_reduce(x), comm.broadcast(x), comm.all_gather(x), comm.sendrecv(x, 0, 0),
-        comm.all_reduce(x, async_op=True).wait(), comm.plan("all_reduce", x)(),
-        comm.plan("all_reduce", x, out=x)(),
+        comm.all_reduce(x, async_op=True).wait(), comm.all_reduce(x, out=x),
     ):
         assert result.tolist() == [1.0] * 3
     comm.barrier()
@@ -201,6 +203,6 @@ print("all right")
 """
 
 
-@pytest.mark.parametrize("core", ["on", "off"])
-def test_reload_of_any_module_keeps_communicators_usable(core: str) -> None:
-    assert printed("-c", RELOAD, COLLECTIVE_NATIVE=core) == "all right\n"
+@pytest.mark.parametrize("disabled", ["", "native"])
+def test_reload_of_any_module_keeps_communicators_usable(disabled: str) -> None:
+    assert printed("-c", RELOAD, COLLECTIVE_DISABLE=disabled) == "all right\n"

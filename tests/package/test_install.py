@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from collective import install
-from tests.support.interpreter import ROOT, run_python
+from tests.support.interpreter import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCES = sorted(
@@ -83,40 +82,13 @@ def test_hint_extras_exist_in_pyproject() -> None:
     assert named <= set(PROJECT["optional-dependencies"])
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_installed_beside_finds_installation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
-) -> None:
-    site = tmp_path.resolve() / "site"
-    (site / "collective").mkdir(parents=True)
-    (site / "collective" / "__init__.py").touch()
-    if installed:
-        about = site / f"{install.DISTRIBUTION.replace('-', '_')}-1.0.dist-info"
-        about.mkdir()
-        (about / "METADATA").write_text(f"Name: {install.DISTRIBUTION}\nVersion: 1.0\n")
-    monkeypatch.setattr(sys, "path", [str(site)])
-    assert install.installed_beside(tmp_path / "clone") == (site if installed else None)
-
-
-def test_run_warns_about_installation_beside_clone(tmp_path: Path) -> None:
-    clone = tmp_path / "clone"
-    clone.mkdir()
-    (clone / "pyproject.toml").write_text(f'[project]\nname = "{install.DISTRIBUTION}"\n')
-    (clone / "collective").symlink_to(ROOT / "collective")
-    script = clone / "program.py"
-    script.write_text("import collective; print(collective.__file__)")
-    # Replace the search, so that the result does not depend on what is installed here.
-    patch = "from collective import install; install.installed_beside = lambda clone: 'elsewhere'"
-    start = f"from collective.tools.cli.main import main; main(['run', '-n', '1', {str(script)!r}])"
-    done = run_python("-c", f"{patch}; {start}")
-    assert done.stdout == f"[0] {clone / 'collective' / '__init__.py'}\n", done.stderr
-    assert f"sources in {clone}," in done.stderr
-    assert "installed in elsewhere." in done.stderr
-
-
 @pytest.mark.parametrize(
     "text",
-    ["pip install 'collective[mpi]'", "pip install collective", "see `pip install -U collective`"],
+    [
+        "pip install 'collective[mpi]'",
+        "pip install collective",
+        "see `pip install -U collective`",
+    ],
 )
 def test_foreign_install_command_is_recognised(text: str) -> None:
     assert ANOTHERS.search(text)

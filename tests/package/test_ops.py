@@ -11,6 +11,8 @@ import pytest
 from collective.errors import InvalidArgumentError
 from collective.ops import NAMES, ReduceOp, as_op, premul_sum, user_op
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_as_op_of_name_returns_operator(name: str) -> None:

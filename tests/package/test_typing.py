@@ -34,7 +34,6 @@ ANYTHING = {
     "recv": "a rank that passes None gets the class of the sender's array",
     "recv_object": "the result has the class of the sender's object",
     "empty": "the result is of a named framework, whose types need not be installed",
-    "plan": "its arguments are those of another method",
 }
 
 
@@ -67,6 +66,7 @@ def _pyright() -> Lines:
     return errors
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("check", [_mypy, _pyright], ids=["mypy", "pyright"])
 def test_checkers_report_exactly_marked_lines(check: Any) -> None:
     errors = check()

@@ -6,13 +6,10 @@ import errno
 import os
 import socket
 import struct
-import sys
 
 import pytest
 
-from collective.platform import held_port, portable
-
-linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can hold a port")
+from collective.platform import held_port
 
 #: Addresses at which another program could listen.
 ADDRESSES = [
@@ -40,14 +37,12 @@ def only(thief: socket.socket, port: int) -> None:
         pytest.skip("this kernel has no IP_LOCAL_PORT_RANGE")
 
 
-@linux
 @pytest.mark.parametrize(("family", "address"), ADDRESSES)
 def test_held_port_refuses_another_program(family: socket.AddressFamily, address: str) -> None:
     with held_port() as port, pytest.raises(OSError, match="in use"):
         bound(family, address, port)
 
 
-@linux
 @pytest.mark.parametrize("reuse", [0, 1])
 def test_held_port_is_not_chosen_for_a_server(reuse: int) -> None:
     with held_port() as port, socket.socket() as thief:
@@ -57,7 +52,6 @@ def test_held_port_is_not_chosen_for_a_server(reuse: int) -> None:
             thief.bind(("127.0.0.1", 0))
 
 
-@linux
 def test_held_port_is_not_chosen_for_a_connection() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -90,20 +84,13 @@ def test_held_port_admits_store_of_torch(libuv: bool) -> None:
         assert client.get("key") == b"value"
 
 
-@linux
 def test_held_port_without_ipv6_is_held_for_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "has_ipv6", False)
     with held_port() as port, pytest.raises(OSError, match="in use"):
         bound(socket.AF_INET, "127.0.0.1", port)
 
 
-@linux
 def test_held_port_is_free_afterwards() -> None:
     with held_port() as port:
         pass
     bound(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET, "", port)
-
-
-def test_portable_port_is_free() -> None:
-    with portable.held_port() as port:
-        bound(socket.AF_INET, "127.0.0.1", port)

@@ -1,29 +1,34 @@
-"""The functions that stand for each other on Linux and on other systems."""
+"""Calls to Linux, their fallbacks, and the refusal of other systems."""
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import subprocess
 import sys
 from multiprocessing.connection import wait
-from types import ModuleType
 
 import pytest
 
-from collective.platform import linux, portable
-
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="calls of Linux")
-both = pytest.mark.parametrize(
-    "system", [pytest.param(linux, marks=needs_linux), portable], ids=["linux", "portable"]
-)
+from collective import platform
+from tests.support.interpreter import printed
 
 
-@both
-def test_end_of_process_is_noticed_and_caused(system: ModuleType) -> None:
+def test_other_system_is_refused() -> None:
+    program = """if True:
+        import sys
+        sys.platform = "darwin"
+        try:
+            import collective
+        except ImportError as error:
+            print(error)
+        """
+    assert "needs Linux, and this system is 'darwin'. Use" in printed("-c", program)
+
+
+def test_end_of_process_is_noticed_and_caused() -> None:
     with subprocess.Popen([sys.executable, "-IS", "-c", "input()"], stdin=subprocess.PIPE) as child:
-        watched = system.EndOfProcess(child.pid)
+        watched = platform.EndOfProcess(child.pid)
         assert wait([watched.descriptor], 0.2) == []
         watched.kill()
         child.wait(60)
@@ -32,22 +37,19 @@ def test_end_of_process_is_noticed_and_caused(system: ModuleType) -> None:
         watched.close()
 
 
-@both
-def test_end_of_process_without_process_raises(system: ModuleType) -> None:
+def test_end_of_process_without_process_raises() -> None:
     with subprocess.Popen([sys.executable, "-IS", "-c", ""]) as child:
         pass
     with pytest.raises(ProcessLookupError):
-        system.EndOfProcess(child.pid)
+        platform.EndOfProcess(child.pid)
 
 
-@both
-def test_status_of_missing_process_is_none(system: ModuleType) -> None:
+def test_status_of_missing_process_is_none() -> None:
     with subprocess.Popen([sys.executable, "-IS", "-c", ""]) as child:
         pass
-    assert system.process_status(child.pid) is None
+    assert platform.process_status(child.pid) is None
 
 
-@needs_linux
 def test_status_of_process_with_strange_name() -> None:
     """Check a name that has the characters which delimit it in the kernel's file."""
     program = "open('/proc/self/comm', 'w').write('a) R (b'); print(); input()"
@@ -56,51 +58,66 @@ def test_status_of_process_with_strange_name() -> None:
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        status = linux.process_status(child.pid)
+        status = platform.process_status(child.pid)
         assert status is not None
         assert (status.name, status.parent) == ("a) R (b", os.getpid())
         child.kill()
 
 
-def test_portable_status_of_running_process_is_unknown() -> None:
-    with pytest.raises(OSError, match=os.strerror(errno.ENOTSUP)):
-        portable.process_status(os.getpid())
-
-
-@both
-def test_shared_file_is_opened_by_another_process(system: ModuleType) -> None:
-    descriptor, path = system.shared_file("test")
+@pytest.mark.parametrize("anonymous", [True, False])
+def test_shared_file_is_opened_by_another_process(
+    anonymous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not anonymous:
+        monkeypatch.delattr(os, "memfd_create")
+    descriptor, path = platform.shared_file("test")
+    assert platform.is_file(path) != anonymous
     try:
         os.write(descriptor, b"shared")
         program = "import sys; print(open(sys.argv[1]).read())"
         command = [sys.executable, "-IS", "-c", program, path]
         assert subprocess.check_output(command, timeout=60) == b"shared\n"
-        assert system.still_leads_to(path, "test")
+        assert platform.still_leads_to(path, "test")
+        platform.fix_length(descriptor)
     finally:
         os.close(descriptor)
-        if system.is_file(path):
+        if platform.is_file(path):
             os.unlink(path)
 
 
-@both
-def test_local_socket_is_reached_at_its_address(system: ModuleType) -> None:
-    sock, address = system.bound_locally()
+def test_local_socket_is_reached_at_its_address() -> None:
+    sock, address = platform.bound_locally()
     with sock:
         sock.listen(1)
         sock.settimeout(60)
-        host, _, port = address.partition(" ")
-        if port:
-            caller = socket.create_connection((host, int(port)), timeout=60)
-        else:
-            caller = system.connected_locally(address, 60.0)
-        with caller, sock.accept()[0] as answered:
+        with platform.connected_locally(address, 60.0) as caller, sock.accept()[0] as answered:
             caller.sendall(b"x")
             assert answered.recv(1) == b"x"
 
 
-@both
-def test_silent_connection_has_keep_alive(system: ModuleType) -> None:
+def test_silent_connection_has_keep_alive() -> None:
     with socket.socket() as sock:
-        system.notice_silence(sock, 5)
+        platform.notice_silence(sock, 5)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 4
+
+
+@pytest.mark.parametrize(
+    ("retransmitted", "probed", "silent"),
+    [(0, 0, False), (2, 1, False), (3, 0, True), (0, 2, True)],
+)
+def test_host_is_silent_after_several_unanswered_packets(
+    retransmitted: int, probed: int, silent: bool
+) -> None:
+    assert platform.is_silent(bytes([1, 0, retransmitted, probed])) is silent
+
+
+def test_connection_to_living_host_is_not_silent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()) as sock, server.accept()[0]:
+            sock.sendall(b"x")
+            info = platform.tcp_info(sock)
+        assert len(info) == platform.TCP_INFO_BYTES
+        assert not platform.is_silent(info)
+        # The socket is closed now.
+        assert not platform.is_silent(platform.tcp_info(sock))

@@ -91,7 +91,7 @@ SUITES: dict[str, tuple[dict[str, str], list[str]]] = {
     "quick tests": ({}, ["--quick"]),
     "package": ({}, ["tests/package"]),
     "shm without core": (
-        {"COLLECTIVE_NATIVE": "off"},
+        {"COLLECTIVE_DISABLE": "native"},
         ["--quick", "tests/backends/shm", "-k", "shm"],
     ),
 }

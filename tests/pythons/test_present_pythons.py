@@ -58,6 +58,7 @@ def _run(python: Path, program: str, stdin: str = "") -> subprocess.CompletedPro
     )  # fmt: skip
 
 
+@pytest.mark.whole
 def test_python_compiles_all_modules_without_warning(python: Path) -> None:
     folders = ("collective", "backends", "adapters", "examples", "benchmarks")
     files = [str(file) for folder in folders for file in (ROOT / folder).rglob("*.py")]

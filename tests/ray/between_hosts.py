@@ -1,4 +1,4 @@
-"""Arrays that pass between actors of two hosts: ``python between_hosts.py`` prints the facts."""
+"""Calls and arrays of actors of two hosts: ``python between_hosts.py`` prints the facts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from ray.util import collective as col
 
 import collective.launch.ray
+from tests.ray.actors import all_calls
 
 HOSTS = ("10.77.0.1", "10.77.0.2")
 
@@ -21,6 +22,9 @@ class Actor:
     def join(self, rank: int) -> str:
         col.init_collective_group(2, rank, "collective", "pair")
         return str(col.get_group_handle("pair").comm.backend)
+
+    def calls(self, kind: str) -> dict[str, Any]:
+        return all_calls(kind, "pair")
 
     def host(self) -> str:
         return socket.gethostname()
@@ -63,6 +67,9 @@ def main() -> None:
     facts["without group"] = error_of(second.total.remote(first.array.remote(5)))
     facts["of one host"] = error_of(second.total.remote(first.of_one_host.remote()))
     facts["backends"] = ray.get([first.join.remote(0), second.join.remote(1)], timeout=60)
+    for kind in ("numpy", "torch"):
+        calls = [actor.calls.remote(kind) for actor in (first, second)]
+        facts[f"calls with {kind}"] = ray.get(calls, timeout=60)
     lengths = (5, 0, 1_000_000)
     calls = [second.total.remote(first.array.remote(length)) for length in lengths]
     facts["totals"] = ray.get(calls, timeout=60)

@@ -32,6 +32,10 @@ def _reduce(name: str) -> str:
     return "no error"
 
 
+def _transport(name: str) -> str:
+    return str(col.get_group_handle(name).comm.backend)
+
+
 def _end() -> None:
     os._exit(1)
 
@@ -59,10 +63,12 @@ def test_death_of_an_actor_raises_at_its_peer_at_once() -> None:
     assert everywhere(others, _of_length, 3, "exit") == [2.0, 2.0]
 
 
-def test_death_of_an_actor_over_gloo_raises_at_its_peer() -> None:
-    members = group_of(2, "gloo", COLLECTIVE_BACKEND="gloo")
-    assert everywhere(members, all_calls, "numpy", "gloo") == [expected(r, 2) for r in range(2)]
-    waiting = members[0].run.remote(_reduce, "gloo")
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+def test_death_of_an_actor_between_hosts_raises_at_its_peer(transport: str) -> None:
+    members = group_of(2, transport, COLLECTIVE_BACKEND=transport)
+    assert everywhere(members, _transport, transport) == [transport] * 2
+    assert everywhere(members, all_calls, "numpy", transport) == [expected(r, 2) for r in range(2)]
+    waiting = members[0].run.remote(_reduce, transport)
     members[1].run.remote(_end)
     assert ray.get(waiting, timeout=60).startswith("(1,) all_reduce")
 
@@ -75,16 +81,23 @@ def test_kill_of_an_actor_reaches_the_driver_as_our_error() -> None:
         ray.get(waiting, timeout=60)
 
 
-def test_restarted_actor_joins_the_name_again() -> None:
-    first, second = (Member.options(max_restarts=1, max_task_retries=-1).remote() for _ in range(2))
-    join([first, second], "restart")
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_restarted_actor_joins_the_name_again(transport: str) -> None:
+    name = f"restart-{transport}"
+    kind = Member.options(
+        max_restarts=1, max_task_retries=-1,
+        runtime_env={"env_vars": {"COLLECTIVE_BACKEND": transport}},
+    )  # fmt: skip
+    first, second = (kind.remote() for _ in range(2))
+    join([first, second], name)
     pids = everywhere([first, second], _pid)
-    waiting = first.run.remote(_reduce, "restart")
+    waiting = first.run.remote(_reduce, name)
     ray.kill(second, no_restart=False)
     assert ray.get(waiting, timeout=60).startswith("(1,) all_reduce")
-    everywhere([first], col.destroy_collective_group, "restart")
-    join([first, second], "restart")
-    assert everywhere([first, second], _of_length, 3, "restart") == [2.0, 2.0]
+    everywhere([first], col.destroy_collective_group, name)
+    join([first, second], name)
+    assert everywhere([first, second], _transport, name) == [transport] * 2
+    assert everywhere([first, second], _of_length, 3, name) == [2.0, 2.0]
     renewed = everywhere([first, second], _pid)
     assert renewed[0] == pids[0]
     assert renewed[1] != pids[1]
@@ -99,7 +112,7 @@ def _wait_for_peer(name: str, mark: Path) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
 def test_group_destroyed_by_another_thread_ends_the_waiting_call(
     transport: str, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Arrays that pass between actors of two hosts, each with a Ray of its own in a namespace."""
+"""Actors of two hosts, each with a Ray of its own in a namespace: their calls and their arrays."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed; `make test-in ENV=ray` does that", allow_module_level=True)
 
+from tests.ray.actors import expected
 from tests.support.network_hosts import Hosts, Job, needs_hosts
 
 PROGRAM = str(Path(__file__).with_name("between_hosts.py"))
@@ -51,9 +52,15 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_calls_of_actors_of_two_hosts_are_right(kind: str, facts: dict[str, Any]) -> None:
+    wanted = [expected(rank, 2) for rank in range(2)]
+    assert facts[f"calls with {kind}"] == json.loads(json.dumps(wanted))  # tuples are lists there
+
+
 def test_arrays_reach_an_actor_of_another_host_through_the_group(facts: dict[str, Any]) -> None:
     assert facts["hosts"] == ["host0", "host1"]
-    assert facts["backends"] == ["gloo", "gloo"]
+    assert facts["backends"] == ["tcp", "tcp"]
     assert facts["totals"] == [15, 0, 499_999_500_000 + 1_000_000]
     assert facts["back"] == 15
 

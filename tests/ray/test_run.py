@@ -93,19 +93,22 @@ def test_death_of_a_rank_ends_the_run_at_once(tmp_path: Path) -> None:
     assert nothing_is_left()
 
 
-def _shrink(comm: collective.Communicator) -> float:
+def _shrink(comm: collective.Communicator) -> tuple[str, float]:
+    comm.barrier()  # a rank that dies while others connect ends the run
     if comm.rank == 1:
         os._exit(3)
     try:
         comm.barrier()
     except collective.PeerLostError:
         comm = comm.shrink()
-    return float(comm.all_reduce(np.ones(1))[0])
+    return comm.backend, float(comm.all_reduce(np.ones(1))[0])
 
 
-def test_min_ranks_let_the_others_continue() -> None:
-    first, second = run(_shrink, 2, min_ranks=1)
-    assert first == 1.0
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_min_ranks_let_the_others_continue(transport: str) -> None:
+    variables = {"env_vars": {"COLLECTIVE_BACKEND": transport}}
+    first, second, third = run(_shrink, 3, num_cpus=0.5, min_ranks=1, runtime_env=variables)
+    assert first == third == (transport, 2.0)
     assert isinstance(second, RankDiedError)
     assert nothing_is_left()
 

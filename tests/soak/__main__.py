@@ -6,9 +6,11 @@
     python -m tests.soak aliasing --cases 100000
     python -m tests.soak kills --runs 200
     python -m tests.soak kills --runs 200 --backend hosts
+    python -m tests.soak kills --runs 200 --midst
     python -m tests.soak messages --mutations 100000
     python -m tests.soak elastic --kills 200 --spares 4
     python -m tests.soak flips --flips 10000
+    python -m tests.soak strangers --connections 10000
 
 Each part prints a summary, and ends with exit code 1 if it found a problem. The parts are not part
 of the tests, because they take hours on a small machine. ``--seconds`` ends a part early. Each part
@@ -21,9 +23,11 @@ import argparse
 import contextlib
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from collective.testing import RankPool, RanksFailedError, preload
 from tests.support.mpi_launches import VENDORS, launch_of
@@ -36,7 +40,9 @@ from .findings import Findings
 from .flips import Flips, flips
 from .kills import kills
 from .messages import TARGETS
+from .midst import PHASES, midst
 from .staging_flips import staging_flips
+from .strangers import strangers
 
 # Calls per job; after each job the part prints the number of calls so far.
 _TURNS_A_JOB = 50_000
@@ -57,26 +63,30 @@ def main(arguments: Sequence[str]) -> int:
     part.add_argument("--turns", type=int, default=1_000_000)
     part.set_defaults(run=_calls)
     part = parts.add_parser("aliasing", help="random calls whose arrays share memory")
-    part.add_argument("--backend", default="shm,threads,gloo,hierarchical,mpich,openmpi")
+    part.add_argument("--backend", default="shm,threads,tcp,gloo,hierarchical,mpich,openmpi")
     part.add_argument("--size", type=int, default=3)
     part.add_argument("--cases", type=int, default=100_000, help="for all transports together")
     part.set_defaults(run=_aliasing)
     part = parts.add_parser("kills", help="random kills of jobs and ranks")
-    part.add_argument("--backend", default="shm,gloo,hierarchical,threads,mpich,openmpi")
+    part.add_argument("--backend", default="shm,tcp,gloo,hierarchical,threads,mpich,openmpi")
     part.add_argument("--runs", type=int, default=200)
+    part.add_argument("--midst", action="store_true", help="of ranks over tcp, in a drawn phase")
     part.set_defaults(run=_kills)
     part = parts.add_parser("messages", help="mutated messages for each listener and decoder")
     part.add_argument("--target", choices=TARGETS, action="append", help="default: all targets")
     part.add_argument("--mutations", type=int, default=100_000)
     part.set_defaults(run=_messages)
     part = parts.add_parser("elastic", help="random kills of ranks, whose job continues")
-    part.add_argument("--backend", default="shm,gloo,hierarchical")
+    part.add_argument("--backend", default="shm,tcp,gloo,hierarchical")
     part.add_argument("--kills", type=int, default=200)
     part.add_argument("--spares", type=int, default=0, help="processes that replace lost ranks")
     part.set_defaults(run=_elastic)
     part = parts.add_parser("flips", help="bit flips that COLLECTIVE_CHECK=results must find")
     part.add_argument("--flips", type=int, default=10_000)
     part.set_defaults(run=_flips)
+    part = parts.add_parser("strangers", help="connections of strangers to a job over tcp")
+    part.add_argument("--connections", type=int, default=10_000)
+    part.set_defaults(run=_strangers)
     for part in parts.choices.values():
         part.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
         part.add_argument("--seconds", type=float, default=float("inf"))
@@ -148,6 +158,8 @@ def _calls(options: argparse.Namespace) -> int:
 
 
 def _kills(options: argparse.Namespace) -> int:
+    if options.midst:
+        return _midst(options)
     since = time.monotonic()
     result = kills(options.backend.split(","), options.runs, options.seed, options.seconds)
     for problem in result.problems:
@@ -160,6 +172,24 @@ def _kills(options: argparse.Namespace) -> int:
     print(", ".join(f"{count} {whom}" for whom, count in result.runs.most_common()))
     if result.segments:
         print("left in /dev/shm by MPI libraries:", *sorted(result.segments))
+    return 1 if result.problems else 0
+
+
+def _midst(options: argparse.Namespace) -> int:
+    since = time.monotonic()
+    result = midst(options.runs, options.seed, options.seconds)
+    for problem in result.problems:
+        print(problem)
+    for phase in PHASES:
+        print(
+            f"{phase}: {result.kills[phase]} kills, {result.hits[phase]} in the middle; a survivor "
+            f"had its error {result.seconds.get(phase, 0.0):.2f} s after the kill at most"
+        )
+    print(", ".join(f"{count} {what}" for what, count in result.errors.most_common()))
+    print(
+        f"{result.kills.total()} kills, {result.hits.total()} in the middle of a phase; "
+        f"{len(result.problems)} problems; {time.monotonic() - since:.0f} s"
+    )
     return 1 if result.problems else 0
 
 
@@ -178,6 +208,26 @@ def _elastic(options: argparse.Namespace) -> int:
         f"after an error at most; {time.monotonic() - since:.0f} s"
     )
     print(", ".join(f"{count} {how}" for how, count in result.kills.most_common()))
+    return 1 if result.problems else 0
+
+
+def _strangers(options: argparse.Namespace) -> int:
+    since = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
+        result = strangers(Path(directory), options.connections)
+    for problem in result.problems:
+        print(problem)
+    for kind, quiet, attacked in result.medians():
+        both = result.seconds[kind]
+        print(
+            f"{kind}: {1e6 * quiet:.0f} us, with strangers {1e6 * attacked:.0f} us; at most "
+            f"{1e3 * max(both[0]):.0f} ms, with strangers {1e3 * max(both[1]):.0f} ms; "
+            f"{len(both[0])} and {len(both[1])} calls"
+        )
+    print(", ".join(f"{count} at {where}" for where, count in result.listeners.most_common()))
+    print(", ".join(f"{count} {kind}" for kind, count in result.made.most_common()))
+    print(f"the processes have grown by {result.memory >> 10} KiB at most")
+    print(f"{result.made.total()} connections, {time.monotonic() - since:.0f} s")
     return 1 if result.problems else 0
 
 

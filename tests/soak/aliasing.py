@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from collective.communicator import NULL, Communicator
-from collective.errors import InvalidArgumentError
 from collective.testing import samples
 
 __all__ = ["soak"]
@@ -47,7 +46,7 @@ class _Case:
         uneven: true if ranks have different numbers of elements, where the call allows it.
         layouts: for each rank, the position of ``out`` relative to ``x``.
         shifts: for each rank, a number that some layouts use.
-        how: "now", "later" (async_op) or "planned".
+        how: "now" or "later" (async_op).
         tensors: true if ``x`` and ``out`` are PyTorch tensors, where their strides allow it.
         root: rank of the root.
         op: operator of a reduction.
@@ -136,7 +135,7 @@ class _Soak:
             uneven=bool(random.random() < 0.4),
             layouts=layouts,
             shifts=[int(each) for each in random.integers(0, 40, size)],
-            how=str(random.choice(["now", "now", "later", "planned"])),
+            how=str(random.choice(["now", "later"])),
             tensors=bool(random.random() < 0.3),
             root=int(random.integers(size)),
             op=str(random.choice(_OPS)),
@@ -204,14 +203,6 @@ def _ends(case: _Case, comm: Communicator) -> tuple[int, int]:
 def _start(comm: Communicator, case: _Case, call: tuple[Any, ...]) -> Callable[[], Any]:
     """Make a call; return a function that waits for the result and returns it."""
     name, x, options = call
-    if case.how == "planned" and name != "sendrecv":
-        try:
-            plan = comm.plan(name, x, **options)
-        except InvalidArgumentError:
-            pass  # plan() refuses structures, strides and overlapping arrays: make the plain call
-        else:
-            result = plan()
-            return lambda: result
     method = getattr(comm, name)
     positional = (x, *options.pop("to"), options.pop("source")) if name == "sendrecv" else (x,)
     if case.how == "later":

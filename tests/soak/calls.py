@@ -20,8 +20,7 @@ from collective.testing import samples
 __all__ = ["soak"]
 
 # Lengths in bytes at which transports change their algorithm. They limit the payloads that fit a
-# message's head, are folded whole, use Gloo's own operations, are read from the peer's memory, or
-# fit a slot.
+# message's head, are folded whole, are read from the peer's memory, or fit a slot.
 _THRESHOLDS = (256, 1 << 10, 4 << 10, 8 << 10, 32 << 10, 64 << 10, 256 << 10)
 _LARGEST = 600 << 10
 # Upper bound of the offset of a call's inputs in the numbers that are made beforehand.

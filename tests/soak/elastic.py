@@ -2,7 +2,8 @@
 
 Each job begins with several ranks and ends with one, which the seed decides. In each generation one
 or two ranks die at a random moment: during calls, while the others shrink, or both. Each rank adds
-two to the power of its number in ``comm.origin``, so every sum identifies the ranks in it.
+two to the power of its number in ``comm.membership.origin``, so every sum identifies the ranks in
+it.
 
 With spares the job keeps its size while spares remain. After a loss as many spares are released as
 ranks are missing, and they join. Ranks also die while they wait for spares, and while they grow.
@@ -84,8 +85,8 @@ class _Life:
 
     def count(self, comm: Communicator) -> None:
         """Count the ranks that a generation has lost."""
-        if comm.lost:
-            self.kills[f"{len(comm.lost)} at once"] += len(comm.lost)
+        if comm.membership.lost:
+            self.kills[f"{len(comm.membership.lost)} at once"] += len(comm.membership.lost)
 
 
 @dataclass(frozen=True)
@@ -183,8 +184,8 @@ def _begin(comm: Communicator, plan: _Plan) -> _Life:
     """Publish the world for spares, and run as one of the first ranks."""
     comm.barrier()  # otherwise a rank could die while another is still in init()
     if comm.rank == 0:
-        assert comm.succession.lineage is not None
-        Path(plan.marks, "new").write_bytes(pickle.dumps(comm.succession.lineage.root))
+        assert comm.inner.succession.lineage is not None
+        Path(plan.marks, "new").write_bytes(pickle.dumps(comm.inner.succession.lineage.root))
         Path(plan.marks, "new").rename(Path(plan.marks, "world"))
     return _live(comm, plan, comm.rank)
 
@@ -201,7 +202,7 @@ def _join(spares: Communicator, plan: _Plan) -> _Life | str:
     find = functools.partial(joined_by, backend_class(plan.transport))
     with connect_alone(world, find, timeout=_CALL_S, shrink_grace=GRACE_S) as alone:
         comm = alone.grow(timeout=_CALL_S)
-    return _live(comm, plan, comm.origin[comm.rank])
+    return _live(comm, plan, comm.membership.origin[comm.rank])
 
 
 def _live(comm: Communicator, plan: _Plan, number: int) -> _Life:
@@ -218,8 +219,8 @@ def _live(comm: Communicator, plan: _Plan, number: int) -> _Life:
         life.open.append(len(os.listdir("/proc/self/fd")))
         life.generations += 1
         # All ranks of this generation draw the same numbers.
-        dice = random.Random(f"{plan.seed} {comm.generation}")
-        mortal = [rank for rank in comm.origin if rank != plan.seed % SIZE]
+        dice = random.Random(f"{plan.seed} {comm.membership.generation}")
+        mortal = [rank for rank in comm.membership.origin if rank != plan.seed % SIZE]
         dying = dice.sample(mortal, min(dice.choice((1, 1, 2)), len(mortal)))
         within = {rank: dice.choice(("calls", "shrink")) for rank in dying}
         within.update(dict.fromkeys(dying[:1], "calls"))  # without a loss no rank would shrink
@@ -230,7 +231,7 @@ def _live(comm: Communicator, plan: _Plan, number: int) -> _Life:
             if awaited and lost_while_growing and within.get(number) == "calls":
                 _die_after(spread + random.random() * 0.1)
             if awaited:
-                while comm.waiting() < awaited:
+                while comm.membership.waiting() < awaited:
                     time.sleep(0.005)
                 comm = comm.grow(timeout=_CALL_S)
                 life.count(comm)
@@ -255,15 +256,17 @@ def _let_go(comm: Communicator, plan: _Plan) -> int:
     """Release as many spares as ranks are missing; return on all ranks how many to wait for."""
     outside = 0
     if comm.rank == 0 and plan.spares:
-        assert comm.succession.lineage is not None
+        assert comm.inner.succession.lineage is not None
         gone = len(list(plan.marks.glob("spare-*")))
-        outside = gone - len(Arrivals(comm.succession.lineage.root.store, comm.backend).admitted())
+        outside = gone - len(
+            Arrivals(comm.inner.succession.lineage.root.store, comm.backend).admitted()
+        )
         for nth in range(gone, min(plan.spares, gone + SIZE - comm.size - outside)):
             Path(plan.marks, f"spare-{nth}").touch()
             outside += 1
     awaited = int(comm.all_reduce(np.array([outside]))[0])
     # A spare that was admitted by a decision that failed waits once more.
-    return max(awaited, comm.waiting()) if plan.spares else 0
+    return max(awaited, comm.membership.waiting()) if plan.spares else 0
 
 
 def _threads_too_many() -> int:
@@ -287,7 +290,7 @@ def _die_after(seconds: float) -> None:
 
 def _call(comm: Communicator, number: int, life: _Life, since: float) -> int:
     """Make calls until a rank of this communicator is lost; return the number of calls."""
-    mine, total = np.full(1000, 2.0**number), sum(2.0**rank for rank in comm.origin)
+    mine, total = np.full(1000, 2.0**number), sum(2.0**rank for rank in comm.membership.origin)
     calls = 0
     while True:
         try:

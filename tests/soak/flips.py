@@ -68,6 +68,7 @@ class _Flipping(Loopback):
     _left: int | None = None
     _in_result = False
     _bit = 0
+    _compares = False  # whether the running call carries checksums
     flipped = False
 
     def arm(self, in_result: bool, nth: int, bit: int) -> None:
@@ -80,7 +81,7 @@ class _Flipping(Loopback):
         self._left, self._in_result = None, False
 
     def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
-        if self._left is not None and _is_data(src):
+        if self._left is not None and _is_data(src) and not self._compares:
             self._left -= 1
             if self._left < 0:
                 src = Buffer(src.array.copy(), src.dtype)
@@ -88,11 +89,15 @@ class _Flipping(Loopback):
         super().send(src, dst, tag, deadline)
 
     def plan(self, request: Request) -> Plan:
-        plan = super().plan(request)
+        plan, compares = super().plan(request), "compared" in request.options
 
         def run_and_flip(src: Any, dst: Any, deadline: Deadline) -> Any:
-            work = plan(src, dst, deadline)
-            if self._in_result and _is_data(dst):
+            self._compares = compares
+            try:
+                work = plan(src, dst, deadline)
+            finally:
+                self._compares = False
+            if self._in_result and _is_data(dst) and not compares:
                 self._flip(dst)
             return work
 

@@ -16,18 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from collective.backends.peers.hub import Hub
-from collective.backends.peers.link import Link, Message
 from collective.backends.peers.monitor import Monitor
 from collective.backends.shm import ShmBackend
 from collective.backends.shm.ring import Ring
 from collective.communicator import Communicator, objects
 from collective.contract.backend import COLLECTIVE_TAG
-from collective.contract.secret import Secret
+from collective.control.link import Link, Message
+from collective.control.secret import Secret
 from collective.deadline import Deadline
 from collective.start.stores import FileStore, SealedStore
 from collective.testing import RankPool
-from tests.backends.peers.test_monitor import KEY, world
+from tests.backends.peers.test_monitor import KEY, hub_of, world
 from tests.backends.peers.test_strangers import ENTRY, LOOPBACK, answer_to, complete, join, knock
 from tests.start.test_stores import asks, free_address, holds_its_value
 from tests.start.test_stores import store as tcp_store
@@ -47,7 +46,7 @@ def _strangers(address: str | None, dice: random.Random, mutations: int) -> Find
     """Connect to the hub without its key, and send almost correct proofs."""
     findings = Findings()
     with watched(findings):
-        hub = Hub(2, address, Deadline(_FAR_S * 1000), KEY)
+        hub = hub_of(2, address, _FAR_S * 1000)
         rank = join(hub.address, 0, 2)
         while findings.made < mutations:
             with contextlib.suppress(OSError), knock(hub.address) as sock:
@@ -68,7 +67,7 @@ _TO_HUB = (
     {"kind": "left", "channel": "world", "members": [0, 1], "finished": 3, "dropped": False,
      "last": "barrier()"},
     {"kind": "heard", "channel": "world", "members": [1]},
-    {"kind": "stall", "channel": "world", "members": [0, 1], "asks": [1]},
+    {"kind": "stall", "channel": "world", "members": [0, 1], "asks": [1], "within": 0.1},
     {"kind": "report", "channel": "world", "entries": [ENTRY], "finished": 0, "started": 1,
      "waits": _WAITS},
     {"kind": "failure", "channel": "world", "members": [0, 1],
@@ -81,7 +80,7 @@ def _liars(dice: random.Random, mutations: int) -> Findings:
     findings, size = Findings(), 60
     with watched(findings):
         while findings.made < mutations:
-            hub = Hub(size, None, Deadline(_FAR_S), KEY)
+            hub = hub_of(size, None, _FAR_S)
             honest, *others = complete(hub.address, size)
             for link in others:
                 with contextlib.suppress(OSError):
@@ -89,7 +88,8 @@ def _liars(dice: random.Random, mutations: int) -> Findings:
                         findings.made += 1
                         link.write(framed(dice.choice(_TO_HUB), dice))
             # The hub still serves the honest rank: it answers the stall with a message.
-            honest.send({"kind": "stall", "channel": "here", "members": [0], "asks": None})
+            stall = {"kind": "stall", "channel": "here", "members": [0]}
+            honest.send({**stall, "asks": None, "within": None})
             message: Message = {}
             while message.get("channel") != "here":
                 message = honest.expect(Deadline(_FAR_S))
@@ -266,7 +266,7 @@ def damaged_rings(comm: Communicator, seed: int, count: int) -> tuple[dict[str, 
         into = np.empty(128) if dice.random() < 0.5 else None
         head = dice.choice((dice.getrandbits(63), *EDGES[:-1])) if dice.random() < 0.2 else None
         if comm.rank == 1:
-            backend: Any = group.transport
+            backend: Any = group.inner.transport
             ring = Ring(backend._control, 1, 0)
             words = np.array(header, np.int64).view(np.uint8)
             # The whole message fits into the ring, so write() never waits.

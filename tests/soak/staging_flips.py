@@ -114,7 +114,7 @@ class _Flipper:
     """One flip of a bit in the areas in each call, from a random moment on."""
 
     def __init__(self, comm: Communicator, seed: int) -> None:
-        control: Any = comm.transport._control  # type: ignore[attr-defined]
+        control: Any = comm.inner.transport._control  # type: ignore[attr-defined]
         layout = control.layout
         self._words = control.words
         self._area: int = layout.area_bytes

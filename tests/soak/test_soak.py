@@ -6,7 +6,7 @@ See docs/failures.md.
 from __future__ import annotations
 
 import random
-import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,9 +19,10 @@ from tests.soak.calls import soak
 from tests.soak.elastic import lives
 from tests.soak.flips import OPERATIONS, flips
 from tests.soak.messages import TARGETS
+from tests.soak.midst import PHASES, midst
 from tests.soak.staging_flips import STAGED, staging_flips
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets, /proc")
+from tests.soak.strangers import KINDS, LISTENERS, strangers
+from tests.support.network_hosts import needs_hosts
 
 # Targets that are quick. The others start processes, or make at least a hundred times as many
 # messages.
@@ -43,6 +44,12 @@ def test_random_losses_leave_no_problems() -> None:
     result = lives(["shm"], 1, 7, 60.0, spares=1)
     assert result.problems == []
     assert (result.kills.total(), result.joined) == (4, 1)
+
+
+def test_kills_in_the_middle_of_each_phase_leave_no_problems() -> None:
+    result = midst(len(PHASES), 7, 60.0)
+    assert result.problems == []
+    assert set(result.hits.elements()) == set(PHASES)
 
 
 @pytest.mark.parametrize("target", QUICK)
@@ -69,3 +76,19 @@ def test_flipped_bits_of_staging_areas_are_all_found() -> None:
     assert result.found.total() + result.folded + result.unused == result.made
     hit = {place.split()[0] for place in result.found} & set(STAGED)
     assert len(hit) > 3, result.found
+
+
+@pytest.mark.whole
+def test_strangers_neither_stay_nor_get_in_nor_hold_a_job_up(tmp_path: Path) -> None:
+    needs_hosts()
+    result = strangers(tmp_path, 600)
+    assert result.problems == []
+    assert set(result.made) == set(KINDS)
+    # The hub listens only for a moment, so a short run may miss it.
+    assert set(result.listeners) >= set(LISTENERS.values()) - {"hub"}
+    assert result.memory < 64 << 20
+    for kind, quiet, attacked in result.medians():
+        # Single calls may be slow on a busy machine. Ranks that connect may wait for strangers,
+        # each time for a quarter of a second at most.
+        more = 0.1 if kind.startswith(("short", "long")) else 1.0
+        assert attacked < 2 * quiet + more, kind

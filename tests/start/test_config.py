@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import pytest
 
 from collective.errors import ConfigError
 from collective.start.config import load
-from collective.start.keys import KEYS
+from collective.start.keys import FORMER, KEYS
 
-pytestmark = pytest.mark.usefixtures("nowhere")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("nowhere")]
 
 
 def test_load_without_settings_gives_world_of_one_rank() -> None:
@@ -22,7 +23,7 @@ def test_load_without_settings_gives_world_of_one_rank() -> None:
     assert (config.rank, config.size, config.local_rank, config.local_size) == (0, 1, 0, 1)
     assert (config.backend, config.check, config.store) == ("auto", "auto", None)
     assert (config.timeout, config.start_timeout) == (300.0, 60.0)
-    assert {config.origin(key) for key in KEYS} == {"default"}
+    assert {config.origins[key] for key in KEYS} == {"default"}
 
 
 # -- precedence ------------------------------------------------------------------------
@@ -55,7 +56,7 @@ def test_load_takes_strongest_source(nowhere: Path, present: tuple[str, ...]) ->
     }
     strongest = next((source for source in SOURCES if source in present), None)
     value, origin = expected[strongest] if strongest else (1, "default")
-    assert (config.size, config.origin("size")) == (value, origin)
+    assert (config.size, config.origins["size"]) == (value, origin)
 
 
 def test_load_takes_each_key_from_its_own_source(nowhere: Path) -> None:
@@ -67,7 +68,7 @@ def test_load_takes_each_key_from_its_own_source(nowhere: Path) -> None:
 
 def test_load_treats_none_and_empty_variable_as_absent() -> None:
     os.environ["COLLECTIVE_BACKEND"] = ""
-    assert load({"backend": None, "timeout": None}).origin("backend") == "default"
+    assert load({"backend": None, "timeout": None}).origins["backend"] == "default"
 
 
 def test_load_takes_nearest_file(nowhere: Path) -> None:
@@ -115,7 +116,7 @@ def test_store_accepts_tcp_address(nowhere: Path, address: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "default", "variable", "read", "argument"),
-    [("device", None, "3", 3, 0), ("dump_signal", "SIGUSR2", "none", "none", "SIGUSR1")],
+    [("device", None, "3", 3, 0), ("port", "", "29600 - 29663", "29600-29663", "29600")],
 )
 def test_setting_is_read_from_default_variable_and_argument(
     key: str, default: object, variable: str, read: object, argument: object
@@ -132,7 +133,7 @@ def test_local_rank_follows_rank_that_differs_from_launcher() -> None:
     assert (same.local_rank, same.local_size) == (0, 2)
     other = load({"rank": 1, "size": 3})
     assert (other.local_rank, other.local_size) == (1, 3)
-    assert other.origin("local_rank") == "default"
+    assert other.origins["local_rank"] == "default"
 
 
 # -- refusals ----------------------------------------------------------------------------
@@ -187,9 +188,14 @@ BAD: list[tuple[str, Any]] = [
     ("device", "cuda:0"),
     ("nccl_library", " "),
     ("cuda_library", 7),
-    ("dump_signal", "USR2"),
-    ("dump_signal", "SIGKILL"),
-    ("dump_signal", 12),
+    ("disable", "signals"),
+    ("port", ""),
+    ("port", 0),
+    ("port", True),
+    ("port", "29663-29600"),
+    ("port", "1-65536"),
+    ("port", "29600-"),
+    ("port", "٢٩٦٠٠"),
     ("store", ""),
 ]
 
@@ -243,3 +249,45 @@ def test_invalid_file_raises_config_error(nowhere: Path, content: bytes, why: st
     (nowhere / "collective.toml").write_bytes(content)
     with pytest.raises(ConfigError, match=why):
         load({})
+
+
+# -- former settings, and those of the launcher ------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMER)
+@pytest.mark.parametrize("source", ["argument", "environment", "file"])
+def test_former_setting_raises_and_names_what_it_has_become(
+    nowhere: Path, name: str, source: str
+) -> None:
+    if source == "environment":
+        os.environ[f"COLLECTIVE_{name.upper()}"] = "off"
+    elif source == "file":
+        (nowhere / "collective.toml").write_text(f'{name} = "off"')
+    arguments = {name: "off"} if source == "argument" else {}
+    with pytest.raises(ConfigError, match=re.escape(FORMER[name])):
+        load(arguments)
+
+
+def test_variable_of_launcher_sets_what_only_it_knows() -> None:
+    os.environ["COLLECTIVE_LAUNCH"] = "restart=2,grow=on,store_server=launcher"
+    config = load({})
+    assert (config.restart, config.grow, config.store_server) == (2, "on", "launcher")
+    assert config.origins["restart"] == "environment COLLECTIVE_LAUNCH"
+
+
+@pytest.mark.parametrize("value", ["restart", "restart=-1", "timeout=3", "grow=on=off"])
+def test_malformed_variable_of_launcher_raises(value: str) -> None:
+    os.environ["COLLECTIVE_LAUNCH"] = value
+    with pytest.raises(ConfigError, match=r"COLLECTIVE_LAUNCH: .*only `collective run` sets"):
+        load({})
+
+
+def test_disable_names_several_parts() -> None:
+    os.environ["COLLECTIVE_DISABLE"] = "shm_adopt, native"
+    config = load({})
+    assert config.disable == "native,shm_adopt"
+
+
+def test_disable_of_unknown_part_raises() -> None:
+    with pytest.raises(ConfigError, match=r"disable: 'natve' \(argument\); it must be a list of"):
+        load({"disable": "natve"})

@@ -54,7 +54,7 @@ def written(file: Path, text: str = "timeout = 5", mode: int = 0o644) -> Path:
 def the_reason() -> str:
     """Return why the only settings file is refused; fail if the file has an effect."""
     settled = load({})
-    assert settled.origin("timeout") == "default"
+    assert settled.origins["timeout"] == "default"
     (reason,) = settled.refused.values()
     return reason
 
@@ -227,10 +227,10 @@ def test_hazardous_setting_in_private_file_or_environment_is_used(
     outer: Path, key: str, value: str
 ) -> None:
     file = written(outer / "collective.toml", f'{key} = "{value}"', mode=0o600)
-    assert load({}).origin(key).startswith("file ")
+    assert load({}).origins[key].startswith("file ")
     file.chmod(0o644)
     os.environ[f"COLLECTIVE_{key.upper()}"] = value
-    assert load({}).origin(key).startswith("environment ")
+    assert load({}).origins[key].startswith("environment ")
 
 
 @pytest.mark.parametrize(

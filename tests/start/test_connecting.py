@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from collective.contract.store import Store
 from collective.contract.world import World
+from collective.control.store import Store
 from collective.errors import RendezvousError
 from collective.start.connecting import connect, tell_ended
 from collective.start.stores import MemoryStore

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from collective.backends.peers.monitor import Monitor
-from collective.contract.secret import Secret, hkdf
-from collective.contract.store import Store
 from collective.contract.world import World
+from collective.control.secret import Secret, hkdf
+from collective.control.store import Store
 from collective.deadline import Deadline
 from collective.errors import ConfigError, InvalidArgumentError, RendezvousError
+from collective.start.certificates import resolve
 from collective.start.config import load
 from collective.start.connecting import connect
 from collective.start.stores import FileStore, SealedStore, seal
@@ -208,7 +209,7 @@ def test_rank_with_another_secret_or_none_cannot_join(tmp_path: Path, other: Sec
     )
     assert f"rank 0 of 2 ({tmp_path}) did not answer within 0.5 s [rank 1]. " in str(second)
     remedy = (
-        "its secret most likely differs. Compare `sha256sum` of the file in COLLECTIVE_SECRET_FI"
+        "its secret most likely differs. Compare `sha256sum` of the file in COLLECTIVE_SECRET on"
     )
     if other is None:
         remedy = "or it has a secret and this rank has none."
@@ -244,7 +245,7 @@ def test_rank_with_hub_address_and_another_secret_is_reported(
             r"; \d+ connections from 127\.0\.0\.1 were refused because their secret differs",
             first.result(),
         )
-        assert "its key differs, or it has ended. Most likely its secret" in second.result()
+        assert "it does not know this job's key. Most likely its secret" in second.result()
 
 
 def test_rank_0_counts_the_secrets_that_its_store_refused() -> None:
@@ -299,7 +300,7 @@ def test_rank_0_without_a_secret_says_so_when_it_refuses_secrets() -> None:
             store(served._endpoint, secret=Secret(bytes(32)), timeout=0.3)
         with pytest.raises(RendezvousError) as caught:
             Monitor.start(world(0, 2, served, **here), Deadline(0.1))
-    assert "because their secret differs: this rank has none. Set COLLECTIVE_SECRET_FILE" in str(
+    assert "because their secret differs: this rank has none. Set COLLECTIVE_SECRET" in str(
         caught.value
     )
 
@@ -315,23 +316,21 @@ def file_of(directory: Path, text: bytes = TEXT.encode(), mode: int = 0o600) -> 
 
 
 def hub_key(**arguments: object) -> bytes:
-    secret = load(arguments).resolved_secret()
+    secret = resolve(load(arguments)).secret
     assert secret is not None
     return secret.key("hub")
 
 
+LINE_END = b"\n"
 SOURCES = {
     "the environment": lambda here: os.environ.update(COLLECTIVE_SECRET=TEXT),
-    "a file": lambda here: os.environ.update(COLLECTIVE_SECRET_FILE=str(file_of(here))),
+    "a file": lambda here: os.environ.update(COLLECTIVE_SECRET=f"file:{file_of(here)}"),
     "a file with a line's end": lambda here: os.environ.update(
-        COLLECTIVE_SECRET_FILE=str(file_of(here, TEXT.encode() + b"\n"))
+        COLLECTIVE_SECRET=f"file:{file_of(here, TEXT.encode() + LINE_END)}"
     ),
     "a file named by the settings": lambda here: (
-        file_of(here), (here / "collective.toml").write_text('secret_file = "secret"'),
+        file_of(here), (here / "collective.toml").write_text('secret = "file:secret"'),
         (here / "collective.toml").chmod(0o600),
-    ),
-    "both": lambda here: os.environ.update(
-        COLLECTIVE_SECRET=TEXT, COLLECTIVE_SECRET_FILE=str(file_of(here, b"x" * 32))
     ),
 }  # fmt: skip
 
@@ -350,7 +349,7 @@ def test_secret_as_argument_is_used(given: object) -> None:
 
 
 def test_secret_without_source_is_none() -> None:
-    assert load({}).resolved_secret() is None
+    assert resolve(load({})).secret is None
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
@@ -368,18 +367,18 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
 def test_secret_file_that_is_unsafe_or_unusable_raises(
     nowhere: Path, make: Callable[[Path], Path], why: str
 ) -> None:
-    os.environ["COLLECTIVE_SECRET_FILE"] = str(make(nowhere))
+    os.environ["COLLECTIVE_SECRET"] = f"file:{make(nowhere)}"
     with pytest.raises(ConfigError, match=why):
-        load({}).resolved_secret()
+        resolve(load({}))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root to give a file away")
 def test_secret_file_of_another_user_raises(nowhere: Path) -> None:
     path = file_of(nowhere)
     os.chown(path, 12345, 12345)
-    os.environ["COLLECTIVE_SECRET_FILE"] = str(path)
+    os.environ["COLLECTIVE_SECRET"] = f"file:{path}"
     with pytest.raises(ConfigError, match="owner uid 12345"):
-        load({}).resolved_secret()
+        resolve(load({}))
 
 
 # -- confidentiality of the secret ---------------------------------------------------------------
@@ -525,13 +524,13 @@ AT_AN_ADDRESS = {**TWO_HOSTS, "store": "tcp://127.0.0.1:29511"}
 
 
 def test_build_across_hosts_without_secret_warns() -> None:
-    with pytest.warns(RuntimeWarning, match=r"meet at 127\.0\.0\.1:29511 without.*SECRET_FILE"):
+    with pytest.warns(RuntimeWarning, match=r"meet at 127\.0\.0\.1:29511 without.*SECRET=file:"):
         assert world_of(**AT_AN_ADDRESS).open
 
 
 UNWARNED: dict[str, tuple[dict[str, object], dict[str, str], bool]] = {
     "with a secret": (AT_AN_ADDRESS, {"COLLECTIVE_SECRET": TEXT}, False),
-    "silenced": (AT_AN_ADDRESS, {"COLLECTIVE_INSECURE": "1"}, True),
+    "silenced": (AT_AN_ADDRESS, {"COLLECTIVE_SECRET": "none"}, True),
     "by another rank": ({**AT_AN_ADDRESS, "rank": 1}, {}, True),
     "on one host": ({**AT_AN_ADDRESS, "local_size": 2}, {}, False),
     "in a private directory": ({**TWO_HOSTS, "store": "store"}, {}, False),
@@ -561,6 +560,6 @@ def test_object_calls_refuse_pickle_in_open_world(name: str) -> None:
     open_world = World(0, 1, 0, 1, "here", "none", "job", FileStore("store"), open=True)
     with connect(open_world, "threads") as comm, comm.dup() as child:
         for communicator in (comm, child):
-            with pytest.raises(InvalidArgumentError, match=rf"{name}: pickle=True.*SECRET_FILE"):
+            with pytest.raises(InvalidArgumentError, match=rf"{name}: pickle=True.*SECRET=file:"):
                 OBJECTS[name](communicator)
         assert comm.all_gather_object({"plain": [1, 2.0, "data"]}) == [{"plain": [1, 2.0, "data"]}]

@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collective.backends.peers import link as link_module
-from collective.backends.peers import values
-from collective.backends.peers.handed import HandedStore
-from collective.backends.peers.link import Link, connect, encoded
+from collective.backends.peers.monitored import HandedStore
 from collective.backends.peers.standby import LastingStore, Standby
-from collective.contract.secret import Secret
-from collective.contract.store import PrefixedStore, Store, WatchedStore, WrappedStore
-from collective.contract.world import Tls
+from collective.control import link as link_module
+from collective.control import server as server_module
+from collective.control.link import Link, Tls, connect, encoded
+from collective.control.secret import Secret
+from collective.control.store import PrefixedStore, Store, WatchedStore, WrappedStore
 from collective.deadline import Deadline
 from collective.errors import RendezvousError, UnsupportedError
 from collective.memory.buffer import Buffer
@@ -562,7 +561,7 @@ def test_server_refuses_long_value_from_any_peer(where: Endpoint) -> None:
 def test_full_store_raises_until_key_is_deleted(
     where: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(values, "_BYTES", 10_000)
+    monkeypatch.setattr(server_module, "_BYTES", 10_000)
     with contextlib.closing(store(where)) as rank:
         rank.set("large", bytes(4000))
         rank.set("large", bytes(4000))  # The new value replaces the old one and needs no room.

@@ -8,6 +8,7 @@ import random
 import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,16 +17,15 @@ from pathlib import Path
 import pytest
 
 from collective.backends.peers.hub import Hub
-from collective.backends.peers.link import Link, connect
-from collective.contract.secret import Secret
-from collective.contract.world import Tls
+from collective.control.link import Link, Tls, connect
+from collective.control.secret import Secret
 from collective.deadline import Deadline
 from collective.errors import ConfigError, RendezvousError
 from collective.start.certificates import resolve
 from collective.start.config import load
 from collective.start.tcp_store import TcpStore
 from collective.tools.doctor import across_hosts
-from tests.backends.peers.test_monitor import FAR, KEY, start
+from tests.backends.peers.test_monitor import FAR, KEY, hub_of, start
 from tests.start.test_stores import free_address, store
 from tests.start.test_world import world as world_of
 
@@ -62,19 +62,25 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def settings(directory: Path, name: str = "ours", **changes: str) -> dict[str, str]:
-    return {
-        "tls_cert": str(directory / f"{name}.pem"),
-        "tls_key": str(directory / f"{name}.key"),
-        "tls_ca": str(directory / "ours-ca.pem"),
-        "secret": TEXT,
-        **changes,
-    }
+def settings(
+    directory: Path,
+    name: str = "ours",
+    *,
+    cert: str = "",
+    key: str = "",
+    ca: str = "ours-ca.pem",
+    **changes: str,
+) -> dict[str, str]:
+    folder = Path(tempfile.mkdtemp(dir=directory))
+    files = {"tls.crt": cert or f"{name}.pem", "tls.key": key or f"{name}.key", "ca.crt": ca}
+    for link, file in files.items():
+        (folder / link).symlink_to(directory / file)
+    return {"tls": str(folder), "secret": TEXT, **changes}
 
 
 @pytest.fixture
 def tls(certificates: Path) -> Tls:
-    contexts = resolve(load(settings(certificates)))
+    contexts = resolve(load(settings(certificates))).tls
     assert contexts is not None
     return contexts
 
@@ -96,7 +102,7 @@ def close(links: list[Link]) -> None:
 
 @pytest.fixture
 def hub(tls: Tls) -> Hub:
-    return Hub(2, LOOPBACK, Deadline(FAR), KEY, tls)
+    return hub_of(2, LOOPBACK, tls=tls)
 
 
 def knock(hub: Hub) -> socket.socket:
@@ -181,7 +187,7 @@ def tapped(hub: Hub) -> Iterator[tuple[str, bytearray]]:
 @pytest.mark.parametrize("with_tls", [True, False], ids=["TLS", "plain"])
 def test_tls_hides_messages_from_eavesdropper(tls: Tls, with_tls: bool) -> None:
     used = tls if with_tls else None
-    hub = Hub(1, LOOPBACK, Deadline(FAR), KEY, used)
+    hub = hub_of(1, LOOPBACK, tls=used)
     with tapped(hub) as (address, seen):
         close(complete(address, 1, used))
     assert (b"a host by its name" in seen) is not with_tls
@@ -192,7 +198,7 @@ STRANGERS: dict[str, Callable[[Path], Tls | None]] = {
     "no certificate": lambda directory: None,
     "certificate of another authority": lambda directory: resolve(
         load(settings(directory, "other"))
-    ),
+    ).tls,
 }  # fmt: skip
 
 
@@ -210,14 +216,14 @@ def test_error_of_missing_rank_counts_refused_certificates(
     hub: Hub, tls: Tls, certificates: Path
 ) -> None:
     with pytest.raises(OSError, match=r"(?i:unknown.ca)"):
-        connect(hub.address, KEY, Deadline(FAR), resolve(load(settings(certificates, "other"))))
+        connect(hub.address, KEY, Deadline(FAR), resolve(load(settings(certificates, "other"))).tls)
     link = connect(hub.address, KEY, Deadline(FAR), tls)
     link.send({"kind": "here", "rank": 0, "size": 2, "host": "a host"})
     hub.give_up()
     with contextlib.closing(link):
         why = link.expect(Deadline(FAR))["why"]
     assert "1 connection from 127.0.0.1 did not prove knowledge of this job's key, such as" in why
-    assert "ranks with other certificates, or none (COLLECTIVE_TLS_…)" in why
+    assert "ranks with other certificates, or none (COLLECTIVE_TLS)" in why
 
 
 @pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS)
@@ -236,14 +242,14 @@ def test_store_counts_ranks_without_certificate_of_its_authority(
 
 
 def test_connect_to_hub_of_another_authority_raises_os_error(tls: Tls, certificates: Path) -> None:
-    other = resolve(load(settings(certificates, "other")))
-    hub = Hub(1, LOOPBACK, Deadline(0.5), KEY, other)
+    other = resolve(load(settings(certificates, "other"))).tls
+    hub = hub_of(1, LOOPBACK, 0.5, other)
     with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
         connect(hub.address, KEY, Deadline(FAR), tls)
 
 
 def test_connect_with_tls_to_hub_without_tls_raises_os_error(tls: Tls) -> None:
-    hub = Hub(1, LOOPBACK, Deadline(FAR), KEY)
+    hub = hub_of(1, LOOPBACK)
     with pytest.raises(OSError, match=r"(?i)wrong.version.number|packet length"):
         connect(hub.address, KEY, Deadline(FAR), tls)
     close(complete(hub.address, 1, None))
@@ -273,32 +279,30 @@ def test_hub_survives_random_bytes_and_half_handshakes(hub: Hub, tls: Tls) -> No
 # -- settings -------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[Callable[[Path], dict[str, str]], str]] = {
-    "no key": (lambda d: settings(d, tls_key=""), "tls_cert: .* without tls_key; .*COLLECTIVE_TLS"),
-    "certificate without key and CA": (
-        lambda d: settings(d, tls_key="", tls_ca=""), "without tls_key and tls_ca",
-    ),
-    "no secret": (lambda d: settings(d, secret=""), "no secret; .*COLLECTIVE_SECRET_FILE"),
-    "missing file": (lambda d: settings(d, tls_ca=str(d / "none")), "No such file"),
+    "no key": (lambda d: settings(d, key="none"), r"tls: .*tls\.key.*: No such file"),
+    "no directory": (lambda d: settings(d, tls=str(d / "none")), r"tls: .*none/tls\.key"),
+    "no secret": (lambda d: settings(d, secret=""), "no secret; .*COLLECTIVE_SECRET"),
+    "missing file": (lambda d: settings(d, ca="none"), r"tls: .*No such file.*ca\.crt"),
     "key of another certificate": (
-        lambda d: settings(d, tls_key=str(d / "other.key")), r"(?i)key.values.mismatch",
+        lambda d: settings(d, key="other.key"), r"(?i)key.values.mismatch",
     ),
     "key in place of certificate": (
-        lambda d: settings(d, tls_cert=str(d / "ours.key")), "PEM files",
+        lambda d: settings(d, cert="ours.key"), "PEM files",
     ),
     "encrypted key": (
-        lambda d: settings(d, tls_key=str(d / "encrypted.key")), "the key is encrypted",
+        lambda d: settings(d, key="encrypted.key"), "the key is encrypted",
     ),
     "key readable by all": (
-        lambda d: settings(d, tls_key=str(_readable(d))), r"tls_key: .*mode 0644; .*chmod 600",
+        lambda d: settings(d, key=_readable(d)), r"tls: .*mode 0644; .*chmod 600",
     ),
 }  # fmt: skip
 
 
-def _readable(directory: Path) -> Path:
+def _readable(directory: Path) -> str:
     copy = directory / "readable.key"
     shutil.copy(directory / "ours.key", copy)
     copy.chmod(0o644)
-    return copy
+    return copy.name
 
 
 @pytest.mark.parametrize(("make", "why"), WRONG.values(), ids=WRONG)
@@ -325,10 +329,10 @@ DOCTOR: dict[str, tuple[tuple[str, ...], dict[str, str], tuple[tuple[bool, bool]
     "nothing": ((), {}, (OPEN, OPEN, OPEN)),
     "a secret": (("secret",), {}, (KNOWN, KNOWN, KNOWN)),
     "certificates": (
-        ("secret", "tls_cert", "tls_key", "tls_ca"), {}, (HIDDEN, HIDDEN, KNOWN),
+        ("secret", "tls"), {}, (HIDDEN, HIDDEN, HIDDEN),
     ),
     "certificates under torchrun": (
-        ("secret", "tls_cert", "tls_key", "tls_ca"), BY_TORCHRUN, (KNOWN, HIDDEN, KNOWN),
+        ("secret", "tls"), BY_TORCHRUN, (KNOWN, HIDDEN, HIDDEN),
     ),
 }  # fmt: skip
 
@@ -349,6 +353,6 @@ def test_doctor_reports_authentication_and_encryption(
 
 
 def test_doctor_reports_unusable_secret_file(tmp_path: Path) -> None:
-    connections = across_hosts(load({"secret_file": str(tmp_path / "none")}))
+    connections = across_hosts(load({"secret": f"file:{tmp_path / 'none'}"}))
     assert "No such file" in connections["error"]
     assert connections["joining"] == {"authenticated": False, "encrypted": False}

@@ -61,10 +61,10 @@ def on(*worlds: str, chainermn: bool = False) -> Callable[[Callable[..., Any]], 
         worlds: transport and number of ranks, such as ``"shm-2"``.
         chainermn: if true, the function gets a ChainerMN communicator over this library.
     """
+    # Over other transports than threads and shared memory a test repeats facts.
+    marks = {"gloo": [pytest.mark.whole], "mpi": [pytest.mark.whole, needs("mpich")]}
     ranks = [
-        pytest.param(
-            _Ranks(each, chainermn), id=each, marks=needs("mpich") if each[:3] == "mpi" else ()
-        )
+        pytest.param(_Ranks(each, chainermn), id=each, marks=marks.get(each.partition("-")[0], ()))
         for each in worlds
     ]
     return lambda program: pytest.mark.parametrize("world", ranks)(on_ranks("world")(program))

@@ -18,8 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from collective.contract.backend import ANY_SOURCE, Backend
-from collective.contract.capabilities import Capabilities
+from collective.contract.backend import ANY_SOURCE, Backend, Capabilities
 from collective.contract.failure import Failure
 from collective.contract.world import World
 from collective.deadline import Deadline

@@ -26,10 +26,12 @@ from tests.support.interpreter import ROOT
 __all__ = [
     "DEADLINE_S",
     "INSTALLED",
+    "REPEATED",
     "ROOT",
     "VENDORS",
     "by_vendor",
     "launch_of",
+    "marks_of",
     "mpirun",
     "needs",
     "pool_of",
@@ -81,16 +83,26 @@ def needs(*vendors: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=reason)
 
 
-#: Parameters for the vendors, each skipped if its environment is missing; and a mark that runs a
-#: test with each of them.
-INSTALLED = [pytest.param(vendor, marks=needs(vendor)) for vendor in VENDORS]
+def marks_of(transport: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a case over a transport or a vendor of MPI.
+
+    The case is skipped if the vendor's environment is missing. Only ``make test-all`` runs those
+    over Open MPI.
+    """
+    marks = [needs(transport)] if transport in VENDORS else []
+    return [*marks, pytest.mark.whole] if transport == "openmpi" else marks
+
+
+#: Parameters for the vendors; and a mark that runs a test with each of them.
+INSTALLED = [pytest.param(vendor, marks=marks_of(vendor)) for vendor in VENDORS]
+#: The same for tests outside of ``tests/backends``, where MPI repeats facts.
+REPEATED = [pytest.param(vendor, marks=[needs(vendor), pytest.mark.whole]) for vendor in VENDORS]
 by_vendor = pytest.mark.parametrize("vendor", INSTALLED)
 
 
 def world_of(name: str, size: int) -> Any:
     """Return a parameter for a fixture: a transport or a vendor of MPI, and a number of ranks."""
-    marks = needs(name) if name in VENDORS else ()
-    return pytest.param((name, size), marks=marks, id=f"{name}-{size}")
+    return pytest.param((name, size), marks=marks_of(name), id=f"{name}-{size}")
 
 
 @contextlib.contextmanager

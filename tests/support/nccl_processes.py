@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from collective import Communicator
 from collective.backends.nccl import NcclBackend
 from collective.contract.world import World
 from collective.cuda import Stream
@@ -56,8 +57,8 @@ class FakeNccl(NcclBackend):
 class Caller:
     """Transport, GPU and stream of a rank, with calls as a communicator makes them."""
 
-    def __init__(self, backend: Any, stream: Stream | None = None) -> None:
-        self.backend = getattr(backend, "transport", backend)
+    def __init__(self, of: Communicator | Any, stream: Stream | None = None) -> None:
+        self.backend: Any = of.inner.transport if isinstance(of, Communicator) else of
         self.rank, self.size = self.backend.rank, self.backend.size
         self.device = self.backend.device
         self.stream = stream or self.device.new_stream()

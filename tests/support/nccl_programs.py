@@ -68,7 +68,7 @@ class Both(Gpus):
 
 def ordinal_of(comm: Any) -> int:
     """Return the ordinal of this rank's GPU."""
-    ordinal: int = comm.transport.device.ordinal
+    ordinal: int = comm.inner.transport.device.ordinal
     return ordinal
 
 
@@ -85,7 +85,7 @@ def of_fake(comm: Any, values: Any, stream: int | None = None) -> FakeArray:
 def of_device(comm: Any, values: Any, stream: int | None = None) -> DeviceArray:
     """Return a DeviceArray with the strides of ``values``."""
     array = np.asarray(values)
-    device = comm.transport.device
+    device = comm.inner.transport.device
     on = device.new_stream() if stream is None else device.stream(stream)
     low, high = device_layout.bounds(0, array.shape, array.strides, array.itemsize)
     memory = adapter_like("cuda").empty((high - low,), named("uint8"), device, on)
@@ -142,14 +142,14 @@ def copied(comm: Any, x: Any, stream: int) -> FakeArray:
 def enqueue_copy(comm: Any, dst: Any, src: Any, stream: int) -> None:
     """Enqueue a copy of all bytes of a contiguous array."""
     nbytes = int(np.prod(src.shape, dtype=int)) * np.dtype(src.dtype).itemsize
-    cuda.copy(dst.address, src.address, nbytes, comm.transport.device.stream(stream))
+    cuda.copy(dst.address, src.address, nbytes, comm.inner.transport.device.stream(stream))
 
 
 def room(comm: Any, kind: str, shape: tuple[int, ...], stream: int) -> Any:
     """Return an uninitialised array, without waiting for a stream."""
     if kind == "fake":
         return FakeArray(shape, "float32", device=ordinal_of(comm), stream=stream)
-    device = comm.transport.device
+    device = comm.inner.transport.device
     return adapter_like("cuda").empty(shape, named("float32"), device, device.stream(stream))
 
 

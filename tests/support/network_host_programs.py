@@ -38,11 +38,14 @@ def who() -> None:
             assert np.array_equal(received, np.arange(count) + 1)
         right, left = (rank + 1) % size, (rank - 1) % size
         assert comm.sendrecv(np.array([rank]), right, left).item() == left
-        with comm.split_by_host() as local:
+        with comm.split("host") as local:
             hosts = local.all_gather_object(comm.host)
             assert set(hosts) == {comm.host}
             here = (local.rank, local.size, local.backend)
-        say(rank=rank, host=comm.host, backend=comm.backend, here=here,
+        transport: Any = comm.inner.transport
+        between = getattr(transport, "_outer", transport).name
+        say(rank=rank, host=comm.host, backend=comm.backend, here=here, between=between,
+            torch="torch" in sys.modules,
             local=(comm.local_rank, comm.local_size), tmpdir=os.environ["TMPDIR"])  # fmt: skip
 
 
@@ -61,9 +64,10 @@ def barriers() -> None:
     with collective.init() as comm:
         comm.barrier()
         since = time.monotonic()
-        for _ in range(3):
+        # An even number: a host that left the first barrier late gains on every other one.
+        for _ in range(4):
             comm.barrier()
-        seconds = (time.monotonic() - since) / 3
+        seconds = (time.monotonic() - since) / 4
         total = comm.all_reduce(np.full(200_000, comm.rank, np.float32))
         say(rank=comm.rank, backend=comm.backend, seconds=seconds, total=float(total[-1]))
 
@@ -86,6 +90,31 @@ def until_it_breaks(count: str, timeout: str) -> None:
         time.sleep(0.01)
 
 
+def receive_until_it_breaks(timeout: str, *sources: str) -> None:
+    """Receive from a rank that never sends; print the error.
+
+    Args:
+        timeout: seconds until the receive ends.
+        sources: each rank's source; a rank whose source is "none" computes meanwhile.
+    """
+    comm = collective.init(timeout=float(timeout))
+    comm.barrier()
+    say(rank=comm.rank, ready=True, pid=os.getpid(), backend=comm.backend)
+    since = time.monotonic()
+    source = sources[comm.rank]
+    try:
+        if source == "none":
+            time.sleep(2 * float(timeout))
+            since = time.monotonic()
+            comm.barrier()
+        else:
+            comm.recv(np.empty(1), int(source))
+    except CollectiveError as error:
+        say(rank=comm.rank, kind=type(error).__name__, text=str(error), source=source,
+            ranks=getattr(error, "ranks", None), seconds=time.monotonic() - since,
+            at=time.monotonic())  # fmt: skip
+
+
 def go_on() -> None:
     """Call all_reduce until a rank is lost, then shrink and continue with the survivors."""
     comm = collective.init()
@@ -98,7 +127,13 @@ def go_on() -> None:
     except CollectiveError:
         comm = comm.shrink()
     total = int(comm.all_reduce(np.array([2**first]))[0])
-    say(rank=first, backend=comm.backend, origin=comm.origin, total=total, agreed=comm.agree())
+    say(
+        rank=first,
+        backend=comm.backend,
+        origin=comm.membership.origin,
+        total=total,
+        agreed=comm.membership.agree(),
+    )
     comm.close()
 
 
@@ -109,8 +144,9 @@ def train() -> None:
         try:
             for generation in elastic.generations(comm, state):
                 with generation as comm:
-                    say(origin=comm.origin, rank=comm.rank, step=state.step, at=time.monotonic(),
-                        host=socket.gethostname(), backend=comm.backend)  # fmt: skip
+                    say(origin=comm.membership.origin, rank=comm.rank, step=state.step,
+                        at=time.monotonic(), host=socket.gethostname(),
+                        backend=comm.backend)  # fmt: skip
                     _train_on(comm, state)
         except elastic.PreemptedError:
             say(leaves=True, step=state.step)
@@ -167,6 +203,7 @@ if __name__ == "__main__":
             without_rank_0,
             barriers,
             go_on,
+            receive_until_it_breaks,
             until_it_breaks,
             train,
             meet,

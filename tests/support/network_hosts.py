@@ -229,6 +229,10 @@ class Hosts:
         """Plug the cable of a host in again."""
         self._port(host, "up")
 
+    def mute(self, host: int) -> None:
+        """Drop all packets from and to a host; its link stays up."""
+        _ip("-n", self._switch, "link", "set", f"port{host}", "nomaster")
+
     def _port(self, host: int, state: str) -> None:
         if self._relay is not None:
             assert self._relay.stdin is not None
@@ -266,9 +270,17 @@ class Hosts:
         own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(host.directory), "OMP_NUM_THREADS": "1"}
         return {**os.environ, **own, **variables}
 
-    def by_hand(self, spread: Sequence[int], command: Sequence[str], **variables: str) -> Job:
-        """Start a rank on each host of ``spread``, with the variables that torchrun would set."""
-        commands = []
+    def ranks(
+        self, spread: Sequence[int], command: Sequence[str], **variables: str
+    ) -> list[tuple[int, Sequence[str], Mapping[str, str]]]:
+        """Return the commands of ranks for :meth:`start`, with the variables of torchrun.
+
+        Args:
+            spread: number of each rank's host.
+            command: the command of every rank.
+            variables: further variables of every rank.
+        """
+        commands: list[tuple[int, Sequence[str], Mapping[str, str]]] = []
         for rank, number in enumerate(spread):
             common = {
                 "RANK": str(rank),
@@ -280,12 +292,16 @@ class Hosts:
                 "COLLECTIVE_SECRET": "of this test, and of nobody else",
             }
             commands.append((number, command, {**common, **variables}))
-        return self.start(commands)
+        return commands
+
+    def by_hand(self, spread: Sequence[int], command: Sequence[str], **variables: str) -> Job:
+        """Start a rank on each host of ``spread``, with the variables that torchrun would set."""
+        return self.start(self.ranks(spread, command, **variables))
 
     def torchrun(self, each: int, script: Sequence[str], **variables: str) -> Job:
         """Start one torchrun on every host, with ``each`` ranks; by default without a secret."""
         commands = []
-        variables = {"COLLECTIVE_INSECURE": "1", **variables}
+        variables = {"COLLECTIVE_SECRET": "none", **variables}
         for number in range(len(self.hosts)):
             launcher = [warm.python(), "-m", "torch.distributed.run"]
             launcher += [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={each}"]

@@ -17,8 +17,11 @@ from collective.testing import RankPool
 __all__ = ["on_ranks", "ranks_of"]
 
 
-def ranks_of(*worlds: tuple[str, int], timeout: float = 60.0) -> Any:
-    """Return a module's fixture: a pool of ranks for each world, a transport's name and a size."""
+def ranks_of(*worlds: Any, timeout: float = 60.0) -> Any:
+    """Return a module's fixture: a pool of ranks for each world, a transport's name and a size.
+
+    A world may be a ``pytest.param``, too.
+    """
 
     @pytest.fixture(scope="module", params=worlds, ids=lambda world: f"{world[0]}-{world[1]}")
     def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:

@@ -43,7 +43,7 @@ def without_python(comm: Communicator) -> None:
         raise AssertionError("by Python")
 
     for name in ("send", "recv", "sendrecv"):
-        setattr(comm.transport, name, refuse)
+        setattr(comm.inner.transport, name, refuse)
 
 
 def to_and_fro(comm: Communicator) -> None:

@@ -1,10 +1,20 @@
 """Choose the tests that ``make quick`` and ``make test`` run. ``make test-all`` runs all tests.
 
+Two marks stand beside the tests: on a module, a function or a case.
+
+* ``quick``: ``make quick`` runs it. A quick test needs no other transports than threads, shared
+  memory and the loopback, no launcher and no GPU fake.
+* ``whole``: only ``make test-all`` runs it. It runs a whole program: a benchmark, an example, a
+  page of the documentation, a tool with all transports, an installation, a program of another
+  project. Or it repeats facts: those of a conformance suite with another number or place of ranks,
+  those of a second MPI library, and outside of ``tests/backends`` those of other transports than
+  threads and shared memory.
+
 The tests of ``make test`` prove each fact once: of each test function those cases run that have a
 value which no case before them has. A test of 3 transports × 4 dtypes runs 6 cases: 4 dtypes over
 the first transport, and the first dtype over the 2 others. Of the conformance suite each check
 runs over each transport with one number of ranks, 3 if possible, and each case of a check runs over
-at least one transport. Tests outside of ``tests/backends`` run over threads and shared memory.
+at least one transport.
 """
 
 from __future__ import annotations
@@ -13,46 +23,17 @@ import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from collective.testing.conformance import BoundCheck
 
-__all__ = ["OMITTED", "QUICK", "SLOW", "WHOLE", "key", "one_of_each"]
+__all__ = ["SLOW", "WHOLE", "in_quick", "in_whole", "key", "may_run", "one_of_each"]
 
 _TESTS = Path(__file__).resolve().parents[1]
-
-#: Files that ``make quick`` runs: in each folder the tests that need no other transports than
-#: threads, shared memory and the loopback, no launcher and no GPU fake.
-QUICK = """
-    adapters/chainer/optimizer
-    adapters/cupy/arrays adapters/torch/ddp adapters/torch/functional
-    algorithms/arithmetic algorithms/conformance algorithms/costs algorithms/moves
-    backends/shm/conformance backends/shm/ring backends/shm/transport backends/conformance
-    communicator/heads communicator/objects communicator/rows
-    contract/recorder contract/registry contract/work memory/arrays
-    memory/dlpack memory/dtypes memory/nested meta/rooms
-    package/errors package/ops start/choice start/config
-    testing/kit training/splits/windows training/gradients training/pipelines
-""".split()
-
-#: Files that ``make test`` omits. Their tests run whole programs: benchmarks, examples, pages of
-#: the documentation, tools with all transports, programs of other projects, installations,
-#: trainings with losses, the package without Linux's calls. Or they repeat facts: those of an
-#: adapter over each transport, those of messages with gigabytes.
-OMITTED = """
-    adapters/chainer/chainermn/launch adapters/chainer/processes adapters/chainer/transports
-    adapters/cupy/transports
-    adapters/torch/plugin_launch adapters/torch/plugin_programs adapters/torch/plugin_transports
-    adapters/torch/shards_elastic adapters/torch/transports
-    backends/mpi/cuda_aware backends/mpi/long_arrays
-    docs/pages docs/site elastic/shard_training launch/clusters launch/several_hosts
-    meta/broken_transports native/musl platform/without_linux
-    system/benchmarks system/examples system/gpu_suite system/hosts system/launchers
-    system/packaging system/torch_suite system/training_examples
-    testing/mpi_ranks tools/bench_command tools/cli_ending tools/doctor tools/parity
-    tools/parity_faults tools/parity_splits tools/profile_command
-""".split()
+_QUICK = re.compile(r"\b(mark\.quick|in_quick)\b")
+_WHOLE_MODULE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.whole\b", re.MULTILINE)
 
 #: The slowest files, slowest first. They start in this order, so that no slow file runs alone at
 #: the end. The summary reports a slow file that is missing here.
@@ -67,23 +48,10 @@ SLOW = """
     tools/parity_faults launch/several_hosts system/packaging system/hosts system/gpu_suite
     launch/clusters
     system/training_examples adapters/chainer/transports system/examples
-    backends/mpi/transport tools/bench_command adapters/torch/transports
+    backends/tcp/conformance backends/mpi/transport tools/bench_command adapters/torch/transports
     contract/forking adapters/torch/plugin_programs adapters/torch/shards_elastic
-    elastic/shard_training platform/without_linux
+    elastic/shard_training
 """.split()
-
-#: Parts of the names of tests that ``make test`` omits in the files that it runs: a conformance
-#: suite again, with another number or place of ranks or another setting; tests with a second MPI
-#: library; and programs that take seconds for a single fact.
-_OMITTED_NAMES = re.compile(
-    r"_of_\d+_pass|_with_compared_results|old_nccl_passes|lopsided|pair_and_single|single_host_passes"
-    r"|open_?mpi|over_mpi|sanitizers_report|versions_in_between|interpreter_exits"
-    r"|outlive_interpreter|torch_compile|compiled_module|fork_children_may_end"
-    r"|split_in_turn_of_random|checkers_report|compiles_all_modules"
-)
-
-#: Transports that repeat facts outside of ``tests/backends``.
-_ELSEWHERE = re.compile(r"\[(.*-)?(gloo|mpi|mpich|hierarchical)\b")
 
 #: Transports of which ``make test`` runs each case of the conformance suite: much of the code of
 #: shm is its own.
@@ -98,12 +66,33 @@ def key(path: Path) -> str:
     return str(room / path.stem.removeprefix("test_"))
 
 
+def in_quick(*values: object) -> Any:
+    """Return the parameters of a case that ``make quick`` runs, of a test with other cases."""
+    return pytest.param(*values, marks=pytest.mark.quick)
+
+
+def in_whole(*values: object) -> Any:
+    """Return the parameters of a case that only ``make test-all`` runs."""
+    return pytest.param(*values, marks=pytest.mark.whole)
+
+
+def may_run(path: Path, mark: str) -> bool:
+    """Say whether a file may have tests for ``make quick`` or ``make test``, without its import.
+
+    Args:
+        path: the file.
+        mark: ``"quick"`` or ``"once"``.
+    """
+    source = path.read_text(encoding="utf-8")
+    return bool(_QUICK.search(source)) if mark == "quick" else not _WHOLE_MODULE.search(source)
+
+
 def one_of_each(
     items: Iterable[pytest.Item], whole: frozenset[str] = frozenset()
 ) -> list[pytest.Item]:
     """Return the cases that have a parameter's value that no earlier case of the test has.
 
-    Tests without parameters stay.
+    Cases with the mark ``whole`` are omitted. Tests without parameters stay.
 
     Args:
         items: the tests.
@@ -111,7 +100,7 @@ def one_of_each(
     """
     kept = set()
     seen: defaultdict[Hashable, set[Hashable]] = defaultdict(set)
-    items = [item for item in items if not _repeats(item)]
+    items = [item for item in items if item.get_closest_marker("whole") is None]
     for item in sorted(items, key=lambda item: _ranks(item) != 3):
         values = [*_values(item, whole)]
         if not values or any(value not in seen[scope] for scope, value in values):
@@ -119,14 +108,6 @@ def one_of_each(
             for scope, value in values:
                 seen[scope].add(value)
     return [item for item in items if item in kept]
-
-
-def _repeats(item: pytest.Item) -> bool:
-    """Say whether the name of a test tells that ``make test`` omits it."""
-    room = key(item.path).partition("/")[0]
-    return bool(
-        _OMITTED_NAMES.search(item.name) or (room != "backends" and _ELSEWHERE.search(item.name))
-    )
 
 
 def _ranks(item: pytest.Item) -> int | None:

@@ -66,7 +66,8 @@ def _torch(comm: Any, model: str) -> Any:
     from torch import nn
 
     from collective.adapters.torch import DistributedDataParallel
-    from collective.tools.models.torch import LeNet
+    from collective.tools.models import networks
+    from collective.tools.models.torch import Network
 
     class Transformer(nn.Module):
         def __init__(self) -> None:
@@ -79,7 +80,8 @@ def _torch(comm: Any, model: str) -> Any:
 
     torch.set_num_threads(1)
     torch.manual_seed(3)
-    net: Any = LeNet() if model == "lenet" else Transformer()
+    weights = networks.weights(networks.LENET, 3, "float32")
+    net: Any = Network(networks.LENET, weights) if model == "lenet" else Transformer()
     wrapped = DistributedDataParallel(net, comm, shards=SHARDS)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     state: Any = elastic.State(comm, model=wrapped, optimizer=optimizer, step=0)
@@ -104,7 +106,8 @@ def _chainer(comm: Any, model: str) -> Any:
     import chainer.functions as F  # isort: skip
     import chainer.links as L  # isort: skip
 
-    from collective.tools.models.chainer import LeNet
+    from collective.tools.models import networks
+    from collective.tools.models.chainer import Network
 
     class Transformer(chainer.Chain):
         def __init__(self) -> None:
@@ -123,7 +126,8 @@ def _chainer(comm: Any, model: str) -> Any:
             return self.last(F.mean(F.reshape(h, x.shape), axis=1))
 
     np.random.seed(3)
-    net: Any = LeNet() if model == "lenet" else Transformer()
+    weights = networks.weights(networks.LENET, 3, "float32")
+    net: Any = Network(networks.LENET, weights) if model == "lenet" else Transformer()
     optimizer = create_multi_node_optimizer(
         chainer.optimizers.MomentumSGD(0.05), comm, shards=SHARDS
     ).setup(net)
@@ -146,7 +150,7 @@ def _chainer(comm: Any, model: str) -> Any:
 def _main(framework: str, model: str, steps: str, *kills: str) -> None:
     """Run the program: each kill is ``RANK@STEP``, with the rank's first number."""
     comm = collective.init()
-    first = None if comm.joins else comm.rank
+    first = None if comm.membership.joins else comm.rank
     pairs = [tuple(map(int, kill.split("@"))) for kill in kills]
 
     def kill(step: int) -> None:

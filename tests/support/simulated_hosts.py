@@ -5,15 +5,17 @@ Use these classes as backends in tests that do not need real hosts (network_host
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import ClassVar, Self
 
-# Gloo connects the hosts. It is imported here, because on a busy machine a later import would count
-# as time in which the ranks meet.
-import collective.backends.gloo  # noqa: F401
+from collective import native
 from collective.backends.hierarchical import HierarchicalBackend
 from collective.contract.world import World
+from collective.deadline import Deadline
 
-__all__ = ["Interleaved", "Lopsided", "Pairs", "Single"]
+__all__ = [
+    "Interleaved", "Lopsided", "Mixed", "Pairs", "PairsOverGloo", "Single", "Without",
+]  # fmt: skip
 
 
 class Pretended(HierarchicalBackend):
@@ -33,6 +35,40 @@ class Pairs(Pretended):
 
     name = "hierarchical-pairs"
     hosts = "aabbccdd"
+
+
+class PairsOverGloo(Pairs):
+    """Pairs whose hosts ``gloo`` connects, which makes each step of a call by itself."""
+
+    name = "hierarchical-pairs-over-gloo"
+
+    @classmethod
+    def connect(cls, world: World, deadline: Deadline) -> Self:
+        options = {**world.options, "across": "gloo"}
+        return super().connect(replace(world, options=options), deadline)
+
+
+class Mixed(Pairs):
+    """Pairs of which rank 3 has no native core, so that its host exchanges in Python."""
+
+    name = "hierarchical-mixed"
+
+    @classmethod
+    def connect(cls, world: World, deadline: Deadline) -> Self:
+        if world.rank == 3:
+            native.switch(False)
+        return super().connect(world, deadline)
+
+
+class Without(Pairs):
+    """Pairs without the native core."""
+
+    name = "hierarchical-without"
+
+    @classmethod
+    def connect(cls, world: World, deadline: Deadline) -> Self:
+        native.switch(False)
+        return super().connect(world, deadline)
 
 
 class Interleaved(Pretended):

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ from tests.support.interpreter import ROOT, printed
 BENCHMARKS = ROOT / "benchmarks"
 PEERS = Path(os.environ.get("BENCH_PEERS", ROOT / ".mpi"))
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks read /proc")
+pytestmark = [
+    pytest.mark.whole,
+]
 
 
 def run(command: str, *arguments: object) -> str:
@@ -72,8 +73,8 @@ def of_targets(tmp_path: Path, *options: str, **found: Any) -> str:
     """Return the output of ``targets.py`` for an earlier run with the results ``found``."""
     machine = {"date": "today", "cpu": "one", "cores": 2, "others": 0.0}
     nothing: dict[str, Any] = {
-        "records": [], "gaps": [], "trainings": [], "versions": {}, "missing": {},
-        "interrupted": False, "machine": machine,
+        "records": [], "gaps": [], "versions": {}, "missing": {}, "interrupted": False,
+        "machine": machine,
     }  # fmt: skip
     file = tmp_path / "run.json"
     file.write_text(json.dumps(nothing | found))
@@ -83,10 +84,10 @@ def of_targets(tmp_path: Path, *options: str, **found: Any) -> str:
 def timed(backend: str, op: str, nbytes: int, turns: list[float], **other: Any) -> dict[str, Any]:
     seconds = sorted(turns)[len(turns) // 2]
     return {
-        "op": op, "backend": backend, "memory": "ordinary", "framework": None, "dtype": "float32",
-        "ranks": 2, "bytes": nbytes, "method": "bandwidth", "seconds": seconds, "p90": None,
-        "p99": None, "low": min(turns), "high": max(turns), "algbw": 1.0, "busbw": 1.0, "calls": 1,
-        "wrong": 0, "turns": turns, **other,
+        "operation": op, "contestant": backend, "memory": "ordinary", "framework": None,
+        "dtype": "float32", "ranks": 2, "nbytes": nbytes, "method": "bandwidth",
+        "seconds": seconds, "p90": None, "p99": None, "low": min(turns), "high": max(turns),
+        "algbw": 1.0, "busbw": 1.0, "calls": 1, "wrong": 0, "turns": turns, **other,
     }  # fmt: skip
 
 
@@ -149,7 +150,7 @@ def test_targets_measures_two_and_four_ranks_and_added_values(tmp_path: Path) ->
     assert "ddp" in results["added"] or "torch" in results["missing"]["ddp"]
     records = results["records"]
     sides = {("shm", ranks) for ranks in (2, 4)} | {("mpi4py/mpich", ranks) for ranks in (2, 4)}
-    assert {(record["backend"], record["ranks"]) for record in records} == sides
+    assert {(record["contestant"], record["ranks"]) for record in records} == sides
     assert all(len(record["turns"]) == 5 and record["wrong"] == 0 for record in records)
     assert line(shown, "barrier, 4 ranks")
 

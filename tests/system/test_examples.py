@@ -12,6 +12,8 @@ import pytest
 from tests import warm
 from tests.support.interpreter import ROOT, run_python
 
+pytestmark = pytest.mark.whole
+
 LAUNCHES = {
     "shm": ["-m", "collective", "run", "-n", "3", "--backend", "shm"],
     "threads": ["-m", "collective", "run", "-n", "3", "--backend", "threads"],
@@ -37,6 +39,15 @@ def test_hello_prints_sum_on_every_rank(launch: str) -> None:
     for rank in range(size):
         line = f"rank {rank} of {size} on .*-> \\[{total:g}. {total:g}. {total:g}.\\]"
         assert re.search(line, done.stdout), done.stdout
+
+
+def test_several_hosts_learns_alike_on_any_number_of_ranks() -> None:
+    ends = [run(launch, "several_hosts.py", "--steps", "200").stdout for launch in LAUNCHES]
+    found = [re.search(r"loss (\S+), test accuracy (\S+)%", text) for text in ends]
+    assert all(found), ends
+    assert len({match[0] for match in found if match}) == 1, ends
+    assert found[0] is not None
+    assert float(found[0][2]) > 90.0
 
 
 # 400 digits, so that 320 are divided among 3 ranks: shares of 107, 107 and 106.

@@ -16,6 +16,8 @@ from collective import cuda
 from tests.support.interpreter import ROOT, run_python
 from tests.support.nccl_processes import needs_compiler
 
+pytestmark = pytest.mark.whole
+
 RUN = ROOT / "tests" / "gpu" / "run.py"
 # Some checks of each kind: in place or not, staged, asynchronous, messages, memory, a mismatch, a
 # death.

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +15,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="ranks on several hosts need Gloo, which is part of PyTorch")
-
-from tests import warm
 from tests.support.interpreter import ROOT, printed
 from tests.support.mpi_launches import by_vendor
 from tests.support.network_hosts import Hosts, Job, needs_hosts
+
+pytestmark = pytest.mark.whole
 
 SCRIPT = str(ROOT / "tests" / "support" / "network_host_programs.py")
 
@@ -120,11 +120,12 @@ def _hold_two_by_two(text: str) -> None:
 
 def test_ranks_by_hand_on_two_hosts_meet(make: Make) -> None:
     hosts = make(2)
-    _hold_two_by_two(hosts.by_hand([0, 0, 1, 1], [warm.python(), SCRIPT, "who"]).succeed())
+    _hold_two_by_two(hosts.by_hand([0, 0, 1, 1], [sys.executable, SCRIPT, "who"]).succeed())
     _assert_nothing_left(hosts)
 
 
 def test_ranks_of_torchrun_on_two_hosts_meet(make: Make) -> None:
+    pytest.importorskip("torch")
     hosts = make(2)
     _hold_two_by_two(hosts.torchrun(2, [SCRIPT, "who"]).succeed())
     _assert_nothing_left(hosts)
@@ -152,22 +153,22 @@ def test_ranks_of_mpiexec_on_two_hosts_meet(make: Make, vendor: str) -> None:
 
 def test_ranks_on_three_hosts_in_mixed_order_meet(make: Make) -> None:
     hosts = make(3)
-    reports = _printed(hosts.by_hand([0, 1, 0, 2, 1, 0], [warm.python(), SCRIPT, "who"]).succeed())
+    reports = _printed(hosts.by_hand([0, 1, 0, 2, 1, 0], [sys.executable, SCRIPT, "who"]).succeed())
     assert [report["host"] for report in reports] == [f"host{n}" for n in (0, 1, 0, 2, 1, 0)]
     assert {report["backend"] for report in reports} == {"hierarchical"}
     assert [report["here"][1] for report in reports] == [3, 2, 3, 1, 2, 3]
 
 
 def test_ranks_on_four_hosts_with_one_rank_each_meet(make: Make) -> None:
-    reports = _printed(make(4).by_hand([0, 1, 2, 3], [warm.python(), SCRIPT, "who"]).succeed())
+    reports = _printed(make(4).by_hand([0, 1, 2, 3], [sys.executable, SCRIPT, "who"]).succeed())
     assert [report["host"] for report in reports] == ["host0", "host1", "host2", "host3"]
-    assert {report["backend"] for report in reports} <= {"gloo", "hierarchical"}
+    assert {report["backend"] for report in reports} <= {"tcp", "hierarchical"}
 
 
 @pytest.mark.parametrize("spread", [[0, 1], [0, 0, 1, 1]])
 def test_ranks_listen_only_at_host_address_and_loopback(make: Make, spread: list[int]) -> None:
     hosts = make(2)
-    for report in _printed(hosts.by_hand(spread, [warm.python(), SCRIPT, "listening"]).succeed()):
+    for report in _printed(hosts.by_hand(spread, [sys.executable, SCRIPT, "listening"]).succeed()):
         own = hosts.hosts[spread[report["rank"]]].address
         assert set(report["addresses"]) <= {own, "127.0.0.1"}, report
 
@@ -179,16 +180,17 @@ def test_barriers_over_slow_network_wait_for_messages(make: Make) -> None:
     delay = 0.02
     hosts = make(2, delay=delay)
     for report in _printed(
-        hosts.by_hand([0, 0, 1, 1], [warm.python(), SCRIPT, "barriers"]).succeed()
+        hosts.by_hand([0, 0, 1, 1], [sys.executable, SCRIPT, "barriers"]).succeed()
     ):
-        # No rank leaves a barrier before a message from the other host has arrived.
-        assert report["seconds"] >= delay * 0.99
+        # No rank leaves a barrier before a message from the other host has arrived. A message of
+        # the first barrier may have arrived already, as the other host may be ahead.
+        assert 3 * report["seconds"] >= 2 * delay * 0.99
         assert report["total"] == 6.0
 
 
 def _break(hosts: Hosts, count: int, timeout: float, trouble: Callable[[Job], None]) -> list[Any]:
     """Start two ranks on each of two hosts, cause trouble, and return the ranks' reports."""
-    command = [warm.python(), SCRIPT, "until_it_breaks", str(count), str(timeout)]
+    command = [sys.executable, SCRIPT, "until_it_breaks", str(count), str(timeout)]
     job = hosts.by_hand([0, 0, 1, 1], command)
     job.until("ready")
     trouble(job)
@@ -216,7 +218,7 @@ def test_shrink_continues_without_host_of_rank_0_and_its_store(
     make: Make, spread: list[int]
 ) -> None:
     hosts = make(3)
-    job = hosts.by_hand(spread, [warm.python(), SCRIPT, "go_on"])
+    job = hosts.by_hand(spread, [sys.executable, SCRIPT, "go_on"])
     job.until("ready")
     hosts.end(0)
     codes = job.wait()
@@ -268,7 +270,7 @@ def test_link_cut_for_a_moment_breaks_nothing(make: Make) -> None:
 
 def test_wrong_master_address_raises_rendezvous_error(make: Make) -> None:
     hosts = make(2)
-    job = hosts.by_hand([1], [warm.python(), SCRIPT, "meet", "3"], WORLD_SIZE="2", RANK="1",
+    job = hosts.by_hand([1], [sys.executable, SCRIPT, "meet", "3"], WORLD_SIZE="2", RANK="1",
                         MASTER_ADDR="10.77.0.99", LOCAL_WORLD_SIZE="1")  # fmt: skip
     (report,) = _printed(job.succeed())
     assert report["kind"] == "RendezvousError"
@@ -279,7 +281,7 @@ def test_wrong_master_address_raises_rendezvous_error(make: Make) -> None:
 def test_rank_that_does_not_start_is_named_on_every_host(make: Make) -> None:
     hosts = make(2)
     job = hosts.by_hand(
-        [0, 0, 1], [warm.python(), SCRIPT, "meet", "5"], WORLD_SIZE="4", LOCAL_WORLD_SIZE="2"
+        [0, 0, 1], [sys.executable, SCRIPT, "meet", "5"], WORLD_SIZE="4", LOCAL_WORLD_SIZE="2"
     )
     job.wait()
     reports = _printed(str(job))

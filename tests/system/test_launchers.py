@@ -18,6 +18,8 @@ from tests.support.interpreter import ROOT
 from tests.support.mpi_launches import VENDORS, launch_of, needs
 from tests.support.network_hosts import free_port
 
+pytestmark = pytest.mark.whole
+
 SCRIPT = str(ROOT / "examples" / "hello.py")
 DEADLINE_S = 90.0
 SIZE = 2

@@ -20,6 +20,8 @@ import pytest
 
 from tests.support.interpreter import ROOT, printed, run
 
+pytestmark = pytest.mark.whole
+
 # The filter is the default of later Pythons; early releases of 3.10 and 3.11 do not have it.
 FILTER: dict[str, str] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -39,7 +41,8 @@ def shipped() -> list[str]:
 
 def _outside() -> dict[str, str]:
     return {"collective/backends": "backends", "collective/adapters": "adapters"} | {
-        "collective_autoload": "adapters/torch/autoload"
+        "collective_autoload": "adapters/torch/autoload",
+        "collective_pytest": "collective/testing/plugin",
     }
 
 
@@ -177,7 +180,7 @@ def test_build_of_core_removes_one_for_this_version_alone(sources: Path) -> None
 def test_wheel_without_core_is_for_every_platform(
     sources: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLLECTIVE_NATIVE", "off")
+    monkeypatch.setenv("COLLECTIVE_DISABLE", "native")
     python("-m", "build", "--no-isolation", "--wheel", "--outdir", "pure", cwd=sources)
     (pure,) = (sources / "pure").iterdir()
     assert pure.name.endswith("-py3-none-any.whl")
@@ -194,7 +197,9 @@ def test_description_passes_strict_twine_check(wheel: Path) -> None:
 
 def test_description_has_only_absolute_links(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        # The package also holds the metadata of the name mpi4py, in a folder of its own.
+        pattern = r"[^/]+\.dist-info/METADATA"
+        (name,) = (name for name in archive.namelist() if re.fullmatch(pattern, name))
         description = archive.read(name).decode().partition("\n\n")[2]
     assert "collective run -n 4 examples/hello.py" in description
     targets = re.findall(r"\]\(([^)]*)\)", description)
@@ -243,6 +248,22 @@ print(count)
     assert int(output) > 0.8 * len(shipped())
 
 
+def test_installed_plugin_runs_a_test_on_ranks(installed: Path, tmp_path: Path) -> None:
+    test = """
+import pytest
+
+@pytest.mark.ranks(2)
+def test_it(comm):
+    assert comm.all_reduce(1) == 2
+"""
+    (tmp_path / "test_it.py").write_text(test)
+    output = python(
+        "-m", "pytest", "-q", "--strict-markers", "-Werror", "--rootdir=.", cwd=tmp_path,
+        path=installed,
+    )  # fmt: skip
+    assert "1 passed" in output
+
+
 def test_installed_command_runs(installed: Path, tmp_path: Path) -> None:
     output = python("-m", "collective", "config", cwd=tmp_path, path=installed)
     assert "backend" in output
@@ -281,7 +302,7 @@ def editable(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (packages / "tests.pth").write_text(sysconfig.get_path("purelib"))
     options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLLECTIVE_NATIVE", "off")
+        patch.setenv("COLLECTIVE_DISABLE", "native")
         python(
             "-m", "pip", "--python", str(interpreter), "install", *options, "--no-build-isolation",
             "--editable", str(sources),
@@ -307,7 +328,14 @@ def program(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["collective", "collective.backends.shm", "collective.adapters", "collective_autoload"]
+    "name",
+    [
+        "collective",
+        "collective.backends.shm",
+        "collective.adapters",
+        "collective_autoload",
+        "collective_pytest",
+    ],
 )
 def test_editable_installation_imports_the_sources(
     editable: Path, sources: Path, tmp_path: Path, name: str

@@ -11,6 +11,8 @@ import pytest
 from tests import warm
 from tests.support.interpreter import ROOT, run_python
 
+pytestmark = pytest.mark.whole
+
 pytest.importorskip("torch.distributed")
 pytest.importorskip("expecttest")
 

@@ -19,6 +19,8 @@ from tests.support.interpreter import run_python
 from tests.support.mpi_launches import mpirun, needs
 from tests.system.test_examples import ROOT, SHORT, run
 
+pytestmark = pytest.mark.whole
+
 for _needed in ("mlxtend", "matplotlib"):
     pytest.importorskip(_needed)
 
@@ -168,7 +170,6 @@ def test_trainer_and_loop_give_same_weights(tmp_path: Path) -> None:
     assert 100 * log[-1]["validation/main/accuracy"] == pytest.approx(results[0][0], abs=0.06)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
 def test_trainer_shows_progress_bar_on_terminal(tmp_path: Path) -> None:
     pytest.importorskip("collective.adapters.chainer.arrays")
     master, slave = os.openpty()

@@ -93,12 +93,14 @@ def returning_oddly(comm: Communicator) -> Any:
     return threading.Lock()
 
 
+@pytest.mark.quick
 @BOTH
 def test_run_ranks_returns_results_in_rank_order(backend: str) -> None:
     assert run_ranks(3, total, 2, backend=backend) == [6, 6, 6]
     assert run_ranks(3, total, backend=backend, scale=3) == [9, 9, 9]
 
 
+@pytest.mark.quick
 def test_run_ranks_on_threads_accepts_any_function() -> None:
     seen = {}
 
@@ -114,6 +116,7 @@ def test_package_calls_use_communicator_of_rank(backend: str) -> None:
     assert run_ranks(3, through_the_module, backend=backend) == [(r, 3, 3) for r in range(3)]
 
 
+@pytest.mark.quick
 @BOTH
 def test_ranks_failed_error_begins_with_cause_and_traceback(backend: str) -> None:
     with pytest.raises(RanksFailedError) as caught:
@@ -128,6 +131,7 @@ def test_ranks_failed_error_begins_with_cause_and_traceback(backend: str) -> Non
     assert "testing/ranks.py" not in failure.tracebacks[1]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("pooled", [False, True], ids=["run_ranks", "pool"])
 def test_failure_of_ranks_shows_no_frame_of_this_package(pooled: bool) -> None:
     with RankPool(1) as pool, pytest.raises(RanksFailedError) as failed:
@@ -178,6 +182,7 @@ def test_run_ranks_forks_with_any_temporary_directory(tmp_path: Path, name: str)
     assert done.stdout == "[2, 2]\n", done.stderr
 
 
+@pytest.mark.quick
 def test_pool_reports_and_replaces_dead_process() -> None:
     with RankPool(3, "shm") as pool:
         before = pool.run(process)
@@ -203,6 +208,7 @@ def test_pool_close_ends_processes_and_removes_directory() -> None:
     assert not os.path.exists(directory)
 
 
+@pytest.mark.quick
 @BOTH
 def test_pool_shared_communicator_lasts_until_job_fails(backend: str) -> None:
     with RankPool(2, backend) as pool:
@@ -229,6 +235,7 @@ def _forget() -> Iterator[None]:
     _kept.clear()
 
 
+@pytest.mark.quick
 def test_pool_reports_unpicklable_function_error_and_result() -> None:
     with RankPool(2, "shm") as pool:
         with pytest.raises(TypeError, match="top of a module"):
@@ -243,6 +250,7 @@ def test_pool_reports_unpicklable_function_error_and_result() -> None:
         assert pool.run(total) == [1, 1]
 
 
+@pytest.mark.quick
 def test_run_ranks_checks_size_and_backend() -> None:
     with pytest.raises(collective.InvalidArgumentError, match="size 0"):
         run_ranks(0, total)
@@ -252,6 +260,7 @@ def test_run_ranks_checks_size_and_backend() -> None:
         run_ranks(total, 2)  # type: ignore[arg-type]
 
 
+@pytest.mark.quick
 @BOTH
 def test_fault_kill_ends_rank_at_call(backend: str) -> None:
     with pytest.raises(RanksFailedError) as caught:
@@ -260,6 +269,7 @@ def test_fault_kill_ends_rank_at_call(backend: str) -> None:
     assert {type(caught.value.errors[rank]) for rank in (0, 2)} == {PeerLostError}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "fault",
     [
@@ -282,11 +292,13 @@ def test_fault_that_never_came_fails_run(backend: str, fault: faults.Fault) -> N
         assert pool.run(barriers, shared=True) == ["done"] * 2  # the next run has no faults
 
 
+@pytest.mark.quick
 def test_fault_of_absent_rank_is_refused() -> None:
     with pytest.raises(collective.InvalidArgumentError, match=r"faults.kill\(5\): .*no rank 5"):
         run_ranks(2, barriers, faults=[faults.kill(5)])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -320,6 +332,7 @@ def test_fault_delay_delays_calls(backend: str) -> None:
     assert isinstance(caught.value.errors[1], collective.CollectiveTimeoutError)
 
 
+@pytest.mark.quick
 @BOTH
 def test_fault_fail_raises_error_at_call(backend: str) -> None:
     plan = [faults.fail(1, OSError("unplugged"), at_call=2)]
@@ -329,12 +342,14 @@ def test_fault_fail_raises_error_at_call(backend: str) -> None:
     assert "unplugged" in str(caught.value.errors[0])
 
 
+@pytest.mark.quick
 def test_faulty_backend_connect_raises_type_error() -> None:
     world: Any = None
     with pytest.raises(TypeError, match="connected"):
         FaultyBackend.connect(world, 1.0)
 
 
+@pytest.mark.quick
 def test_checks_have_names_docstrings_and_cases() -> None:
     for name, check in all_checks().items():
         assert name == check.name
@@ -344,11 +359,13 @@ def test_checks_have_names_docstrings_and_cases() -> None:
         assert check.cases(3), name
 
 
+@pytest.mark.quick
 def test_suite_without_applicable_check_is_refused() -> None:
     with pytest.raises(collective.InvalidArgumentError, match="no check applies"):
         parametrize_with_checks("threads", sizes=(1,), checks=["check_killed_peer"])
 
 
+@pytest.mark.quick
 def test_unknown_check_raises_value_error() -> None:
     with pytest.raises(ValueError, match="check_reduce"):
         run_checks("threads", (2,), checks=["check_red"])
@@ -356,6 +373,7 @@ def test_unknown_check_raises_value_error() -> None:
         parametrize_with_checks("threads", expected_failures={"check_gone[root=1]": "it is gone"})
 
 
+@pytest.mark.quick
 def test_parametrize_ids_name_transport_size_and_case() -> None:
     mark = parametrize_with_checks("shm", sizes=(1, 3), checks=["check_broadcast", "check_tags"])
     assert mark.kwargs["ids"] == [
@@ -431,6 +449,7 @@ def test_command_does_not_list_refused_calls_as_untested(
     assert lines[-1].startswith("conforms: 1 passed, 1 skipped")
 
 
+@pytest.mark.quick
 def test_command_lists_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([LOOPBACK, "--sizes", "2,3", "--list"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
@@ -440,6 +459,7 @@ def test_command_lists_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert why in lines["check_timeout_tells_last_call"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

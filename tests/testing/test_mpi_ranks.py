@@ -15,6 +15,8 @@ from collective.errors import BackendUnavailableError
 from collective.testing import Mpiexec, RankDiedError, RankHungError, RankPool, RanksFailedError
 from tests.support.mpi_launches import by_vendor, launch_of
 
+pytestmark = pytest.mark.whole
+
 
 def _total(comm: Communicator) -> tuple[int, int]:
     return int(comm.all_reduce(np.array([comm.rank]))[0]), os.getpid()

@@ -17,6 +17,8 @@ import pytest
 
 from tests.support.launches import DEADLINE_S, Launches, launches
 
+pytestmark = pytest.mark.whole
+
 __all__ = ["launches"]  # a fixture
 
 COMMAND = [sys.executable, "-m", "collective"]

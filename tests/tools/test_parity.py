@@ -13,13 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("rich")
-
 from collective.memory.dtypes import BY_NAME
 from collective.testing.frameworks import framework, unavailable
 from collective.tools.cli.main import main
-from collective.tools.parity import double_double, oracle
-from collective.tools.parity.bounds import bound, ulp, unit_roundoff
+from collective.tools.parity import oracle
 from collective.tools.parity.cases import (
     DTYPES,
     OPERATIONS,
@@ -30,9 +27,12 @@ from collective.tools.parity.cases import (
     CaseLeaf,
     reduces,
 )
+from collective.tools.parity.oracle import bound, ulp, unit_roundoff
 from collective.tools.parity.runner import CaseResult, Comparison, run
 from collective.tools.parity.transports import survey
 from tests.algorithms.test_arithmetic import NAN, extreme
+
+pytestmark = pytest.mark.whole
 
 
 def fractions(x: Any, dtype: str) -> list[Fraction]:
@@ -118,8 +118,7 @@ def test_bound_grows_with_ranks_and_excludes_narrower_dtype() -> None:
     # A sum in float32 of float64 arrays is 2**29 units off.
     x, y = np.random.default_rng(0).random((2, 100))
     narrow = (x.astype(np.float32) + y.astype(np.float32)).astype(np.float64)
-    high, low = double_double.add(double_double.exact(x), double_double.exact(y))
-    assert (abs(narrow - high - low) / ulp(x + y, "float64")).max() > 1e6
+    assert (abs(narrow - (x + y)) / ulp(x + y, "float64")).max() > 1e6
 
 
 def outcomes(backend: str, sizes: tuple[int, ...], **options: Any) -> list[CaseResult]:
@@ -214,34 +213,26 @@ def test_failing_random_case_is_shrunk_and_becomes_a_program(
     program = result["snippet"].replace('"__main__"', '"snippet"')
     exec(compile(program, "snippet", "exec"), {"__name__": "snippet"})
     printed = capsys.readouterr().out
-    got, expected = (printed.splitlines()[line].split()[-1] for line in (0, 1))
-    assert got != expected
-    assert program.count("np.array(") == 2
+    assert "rank 0: failed rank 0, all_reduce" in printed
+    assert "elements are wrong" in printed
 
 
 # -- the command ----------------------------------------------------------------------------------
 
 
-def test_parity_command_writes_json_and_html(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = tmp_path / "parity.json", tmp_path / "parity.html"
+def test_parity_command_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "parity.json"
     code = main(
-        ["parity", "--backend", "threads", "--framework", "numpy", "--op", "all_reduce,barrier",
-         "--dtype", "float32,int8", "--ranks", "2,3", "--seed", "9", "--json", str(files[0]),
-         "--html", str(files[1])]
+        ["parity", "--backend", "threads", "--framework", "numpy", "--op", "all_reduce,gather",
+         "--dtype", "float32,int8", "--ranks", "2,3", "--seed", "9", "--json", str(file)]
     )  # fmt: skip
     printed = capsys.readouterr().out
-    data = json.loads(files[0].read_text())
+    data = json.loads(file.read_text())
     assert code == data["exit_code"] == 0, printed
     assert (data["seed"], data["ranks"]) == (9, [2, 3])
-    assert {row["operation"] for row in data["results"]} == {"all_reduce", "barrier"}
+    assert {row["operation"] for row in data["results"]} == {"all_reduce", "gather"}
     row = next(r for r in data["results"] if (r["dtype"], r["op"]) == ("float32", "sum"))
     assert 0 < row["worst_ulp"] <= row["bound_ulp"]
-    page = files[1].read_text()
-    assert "all_reduce" in page
-    assert "src=" not in page  # The page loads nothing.
-    assert "href=" not in page
     assert "all_reduce" in printed
     assert "0 failed" in printed
 
@@ -263,7 +254,7 @@ def test_parity_command_lists_unavailable_transport(
     }
     monkeypatch.setattr(doctor, "examine", lambda **options: report)
     file = tmp_path / "parity.json"
-    arguments = ["--op", "barrier", "--ranks", "2", "--framework", "numpy", "--json", str(file)]
+    arguments = ["--op", "gather", "--ranks", "2", "--framework", "numpy", "--json", str(file)]
     assert main(["parity", "--backend", "gloo,threads", *arguments]) == 0
     assert "not here: gloo: no torch; pip install x" in capsys.readouterr().out
     rows = {

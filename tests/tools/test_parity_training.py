@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("safetensors")
 if importlib.util.find_spec("chainer") is None:
     pytest.skip("chainer is not installed", allow_module_level=True)
 
@@ -19,10 +17,9 @@ import torch
 
 import collective.adapters.chainer  # noqa: F401  # The adapter makes `import chainer` work.
 from collective.errors import InvalidArgumentError, ShapeError
-from collective.tools.parity import weights
+from collective.tools.models import networks
 from collective.tools.parity.cases import OPERATIONS
 from collective.tools.parity.runner import Comparison
-from collective.tools.parity.shard_digests import compare_digests
 from collective.tools.parity.training import compare
 from collective.tools.parity.transports import survey
 
@@ -95,7 +92,7 @@ def plan(*backends: str) -> Comparison:
 
 
 def test_compare_of_equal_models_passes() -> None:
-    rows = compare(plan("threads", "shm"), 5, f"{__name__}:make_alike", lambda line: None)
+    rows = compare(plan("threads", "shm"), 5, f"{__name__}:make_alike", None, say_nothing)
     assert [row["what"] for row in rows if not row["passed"]] == []
     text = " ".join(row["what"] for row in rows)
     for words in ("torch: 1, 2 ranks over threads, shm", "chainer and torch", "order='rank'"):
@@ -105,7 +102,7 @@ def test_compare_of_equal_models_passes() -> None:
 
 
 def test_compare_of_unequal_models_fails() -> None:
-    rows = compare(plan("threads"), 3, f"{__name__}:make_unlike", lambda line: None)
+    rows = compare(plan("threads"), 3, f"{__name__}:make_unlike", None, say_nothing)
     failed = [row for row in rows if not row["passed"]]
     assert {row["what"].partition(":")[2] for row in failed} == {
         ":".join(row["what"].split(":")[1:]) for row in rows if " and " in row["what"][-18:]
@@ -115,7 +112,8 @@ def test_compare_of_unequal_models_fails() -> None:
 
 
 def test_digests_of_shards_are_equal_on_any_number_of_ranks() -> None:
-    rows = compare_digests(plan("threads", "shm"), 3, f"{__name__}:make_alike", 4, say_nothing)
+    rows = compare(plan("threads", "shm"), 3, f"{__name__}:make_alike", 4, say_nothing)
+    rows = [row for row in rows if "4 shards" in row["what"]]
     assert len(rows) == 4
     assert all(row["passed"] for row in rows)
     assert all(re.fullmatch("[0-9a-f]{16}", row["text"]) for row in rows)
@@ -125,7 +123,8 @@ def test_digests_of_shards_are_equal_on_any_number_of_ranks() -> None:
 
 
 def test_digests_of_noisy_kernels_differ() -> None:
-    rows = compare_digests(plan("threads"), 2, f"{__name__}:make_noisy", 2, say_nothing)
+    rows = compare(plan("threads"), 2, f"{__name__}:make_noisy", 2, say_nothing)
+    rows = [row for row in rows if "2 shards" in row["what"]]
     failed = {row["what"].split(": ")[1][:5]: row["text"] for row in rows if not row["passed"]}
     assert rows
     assert all(row["passed"] == ("chainer" in row["what"]) for row in rows)
@@ -134,24 +133,22 @@ def test_digests_of_noisy_kernels_differ() -> None:
 
 def test_digests_of_shards_that_do_not_divide_batch_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="5 shards of a batch of 12 samples"):
-        compare_digests(plan("threads"), 1, f"{__name__}:make_alike", 5, say_nothing)
+        compare(plan("threads"), 1, f"{__name__}:make_alike", 5, say_nothing)
 
 
 def test_compare_without_model_pair_raises_invalid_argument() -> None:
     with pytest.raises(InvalidArgumentError, match="module:function"):
-        compare(plan("threads"), 1, f"{__name__}:missing", lambda line: None)
+        compare(plan("threads"), 1, f"{__name__}:missing", None, say_nothing)
     with pytest.raises(InvalidArgumentError, match="a PyTorch module, a"):
-        compare(plan("threads"), 1, "os:getcwd", lambda line: None)
+        compare(plan("threads"), 1, "os:getcwd", None, say_nothing)
 
 
-def test_weights_pass_between_frameworks(tmp_path: Path) -> None:
+def test_weights_pass_between_frameworks() -> None:
     module, link, _ = make_alike()
-    path = str(tmp_path / "weights.safetensors")
-    weights.save(path, weights.torch_parameters(module))
-    weights.put(weights.chainer_parameters(link), weights.load(path))
+    networks.put(networks.chainer_parameters(link), networks.torch_parameters(module))
     assert np.array_equal(link.fc1.W.array, module.fc1.weight.detach().numpy())
     assert np.array_equal(link.fc2.b.array, module.fc2.bias.detach().numpy())
     with pytest.raises(ShapeError, match=r"fc2\.bias"):
-        weights.put({"fc1.weight": np.ones(3), "fc2.bias": np.ones(2)}, {"fc1.weight": np.ones(3)})
+        networks.put({"fc1.weight": np.ones(3), "fc2.bias": np.ones(2)}, {"fc1.weight": np.ones(3)})
     with pytest.raises(ShapeError, match="shape"):
-        weights.put({"fc1.weight": np.ones(3)}, {"fc1.weight": np.ones(4)})
+        networks.put({"fc1.weight": np.ones(3)}, {"fc1.weight": np.ones(4)})

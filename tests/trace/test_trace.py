@@ -255,7 +255,7 @@ def test_unwritable_trace_file_raises_config_error_on_all(tmp_path):
 
 
 def test_trace_file_in_use_raises_config_error(tmp_path):
-    other = trace.Tracer(str(tmp_path), 0, 1)
+    other = trace.Tracer(str(tmp_path), 0)
     try:
         (error, _) = traced_ranks(tmp_path, 2, lambda comm: comm.barrier())
         assert isinstance(error, ConfigError)
@@ -280,7 +280,7 @@ def test_tracer_does_not_overwrite_other_files(tmp_path, put, says):
     put(path)
     before = path.lstat()
     with pytest.raises(FileExistsError, match=says):
-        trace.Tracer(str(tmp_path), 0, 1)
+        trace.Tracer(str(tmp_path), 0)
     after = path.lstat()
     assert (after.st_ino, after.st_mode, after.st_size) == (
         before.st_ino,
@@ -292,10 +292,10 @@ def test_tracer_does_not_overwrite_other_files(tmp_path, put, says):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
 def test_tracer_does_not_overwrite_trace_of_other_user(tmp_path):
-    trace.Tracer(str(tmp_path), 0, 1).close()
+    trace.Tracer(str(tmp_path), 0).close()
     os.chown(tmp_path / "rank-00000.json", 54321, 54321)
     with pytest.raises(PermissionError, match="belongs to uid 54321"):
-        trace.Tracer(str(tmp_path), 0, 1)
+        trace.Tracer(str(tmp_path), 0)
 
 
 @pytest.mark.parametrize("size", [0, 5, 1000], ids=["empty", "begun", "whole"])
@@ -312,7 +312,7 @@ def calls_alone(comm):
 
 
 def test_trace_file_is_readable_by_owner_only(tmp_path):
-    trace.Tracer(str(tmp_path), 0, 1).close()
+    trace.Tracer(str(tmp_path), 0).close()
     assert (tmp_path / "rank-00000.json").stat().st_mode & 0o777 == 0o600
 
 

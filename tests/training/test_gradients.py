@@ -15,6 +15,8 @@ from collective.testing import run_ranks
 from collective.training.gradients import Gradients, Parameter
 from tests.support.on_ranks import on_ranks, ranks_of
 
+pytestmark = pytest.mark.quick
+
 _DTYPES = ["float32", "float64", "float16"]
 two = ranks_of(("threads", 2))
 

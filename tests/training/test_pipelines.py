@@ -19,7 +19,7 @@ from collective.training.pipelines import (
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 2), (2, 9), (3, 2), (4, 4), (4, 13), (7, 3), (8, 16)]
 
-pytestmark = pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+pytestmark = [pytest.mark.quick, pytest.mark.parametrize(("stages", "microbatches"), SIZES)]
 
 
 def orders(schedule: str, stages: int, microbatches: int) -> list[list[Action]]:

@@ -9,8 +9,8 @@ import numpy as np
 
 from collective.errors import MismatchError
 from collective.testing import RankPool, run_ranks
+from collective.training.replicas import StateEntry, check_values
 from collective.training.shard_passes import ShardPasses, StateFold
-from collective.training.splits.replicas import StateEntry, check_values
 from tests.support.on_ranks import ranks_of
 
 TOTAL = 3

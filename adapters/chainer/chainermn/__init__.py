@@ -21,13 +21,12 @@ from typing import Any
 import chainermn
 from chainermn import communicators, global_except_hook, optimizers
 
+from collective import Communicator, CommunicatorClosedError, InvalidArgumentError
 from collective.adapters.chainer import program
-from collective.communicator import Communicator
-from collective.errors import CommunicatorClosedError, InvalidArgumentError
-from collective.start import session
+from collective.inner import session
 
 from .communicator import CollectiveCommunicator, opened
-from .optimizer import DoubleBufferingOptimizer
+from .gradients import DoubleBufferingOptimizer
 
 __all__ = [
     "NAME",
@@ -162,7 +161,7 @@ def _tell_and_leave(
             file=sys.stderr,
         )
         for own in here:
-            own.comm.fail(error)
+            own.comm.inner.fail(error)
 
 
 def register(replace: bool | None = None) -> None:

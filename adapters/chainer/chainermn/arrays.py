@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import chainer
 import numpy as np
 
-from collective.errors import InvalidArgumentError, MismatchError
-from collective.memory import dtypes
+from collective import InvalidArgumentError, MismatchError
+from collective.inner import dtypes
 
 if TYPE_CHECKING:
-    from collective.communicator import Communicator
+    from collective import Communicator
 
 __all__ = [
     "MessageMismatchError",

@@ -11,10 +11,8 @@ import chainer
 import numpy as np
 from chainermn.communicators.communicator_base import CommunicatorBase
 
-from collective.communicator import Communicator
-from collective.errors import InvalidArgumentError, MismatchError
-from collective.memory.annotations import Framework
-from collective.memory.overlap import call_in_place
+from collective import Communicator, InvalidArgumentError, MismatchError
+from collective.inner import Framework, call_in_place
 
 from . import arrays as messages
 from .gradients import PackedGradients

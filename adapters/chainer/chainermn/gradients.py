@@ -1,4 +1,7 @@
-"""Gradients of a Chainer model, averaged over the ranks in one piece of symmetric memory."""
+"""Gradients of a Chainer model, averaged over the ranks in one piece of symmetric memory.
+
+ChainerMN's double-buffering optimizer is here, too: it needs two of these, and no GPU's streams.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ from typing import Any
 
 import chainer
 import numpy as np
+from chainermn.optimizers import _MultiNodeOptimizer
 
+from collective import Communicator, MismatchError, Work
 from collective.adapters.chainer.state import MARKS, agree, compare_parameters, marks_of, sampled
-from collective.communicator import Communicator
-from collective.contract.work import Work
-from collective.errors import MismatchError
-from collective.training.gradients import Gradients, Parameter
+from collective.inner import Gradients, Parameter
+from collective.training.replicas import few
 
-__all__ = ["PackedGradients"]
+__all__ = ["DoubleBufferingOptimizer", "PackedGradients"]
 
 # Number of bytes that are copied and reduced at once. They should stay in the processor's cache.
 _BUCKET_BYTES = 8 << 20
@@ -174,7 +177,7 @@ class PackedGradients:
             return
         lines = [
             f"  rank {rank}: "
-            + ("zero_fill=True" if filled else "None for " + (_few(missing) or "no parameter"))
+            + ("zero_fill=True" if filled else "None for " + (few(missing) or "no parameter"))
             for rank, (filled, missing) in enumerate(every)
         ]
         raise MismatchError(
@@ -192,11 +195,56 @@ class PackedGradients:
         ]
         if names:
             raise ValueError(
-                f"multi_node_mean_grad: the mean gradient is not finite, of {_few(names)} [rank "
+                f"multi_node_mean_grad: the mean gradient is not finite, of {few(names)} [rank "
                 f"{self._comm.rank} of {self._comm.size}]: training diverged on some rank. "
                 "Lower the learning rate or the loss scale."
             )
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
+class DoubleBufferingOptimizer(_MultiNodeOptimizer):  # type: ignore[misc]  # Chainer has no types
+    """Optimizer that averages the gradients of a step while the next step computes its own.
+
+    As in ChainerMN, a step applies the means of the previous step. The first ``update()`` gives
+    all ranks rank 0's parameters. The second one only starts the reduction of its gradients. Means
+    that are in flight when training ends are not applied.
+
+    Args:
+        actual_optimizer: optimizer that applies the means.
+        communicator: ``CollectiveCommunicator`` that connects the ranks.
+        zero_fill: whether gradients that are None count as zeros.
+    """
+
+    def __init__(self, actual_optimizer: Any, communicator: Any, zero_fill: bool) -> None:
+        super().__init__(actual_optimizer, communicator, zero_fill)
+        # Set in the instance's dict, because the base class's __setattr__ passes attributes on to
+        # the optimizer inside.
+        own = self.__dict__
+        own["_buffers"] = [PackedGradients(communicator.comm) for _ in range(2)]
+        own["_under_way"] = False
+
+    def update(self, lossfun: Any = None, *args: Any, **kwds: Any) -> None:
+        """Compute gradients, if ``lossfun`` is given, and apply the means of the previous step."""
+        target = self.target
+        if lossfun is not None:
+            loss = lossfun(*args, **kwds)
+            if getattr(self, "_use_cleargrads", True):
+                target.cleargrads()
+            else:
+                target.zerograds()
+            loss.backward(loss_scale=self.actual_optimizer._loss_scale)
+            del loss
+        own = self.__dict__
+        before, current = own["_buffers"]
+        arrived = own["_under_way"]
+        if self.is_changed(target):
+            if arrived:
+                before.wait()
+            own["_under_way"] = False
+            self.communicator.bcast_data(target)
+            return
+        wire = self.communicator.get_config("allreduce_grad_dtype")
+        current.begin(target, self.zero_fill, wire, async_op=True)
+        own["_buffers"], own["_under_way"] = [current, before], True
+        if arrived:
+            before.unpack()
+            self.actual_optimizer.update(None, *args, **kwds)

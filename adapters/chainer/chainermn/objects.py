@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from collective import ANY_SOURCE
-from collective.communicator import Communicator
-from collective.errors import InvalidArgumentError
+from collective import ANY_SOURCE, Communicator, InvalidArgumentError
 
 __all__ = ["ANY_TAG", "OBJECT_TAG", "Letter", "Mailbox", "MpiComm"]
 

@@ -74,9 +74,6 @@ _MULTIPROCESSING = Edit(
     reason="processes that are not forked import Chainer anew",
 )
 # Edits of one kind, with their common reason.
-_DISTUTILS = partial(
-    Edit, reason="numpy.distutils warns since NumPy 1.23, and is not there on Python 3.12"
-)
 _SCTYPES = partial(Edit, reason="NumPy 2.0 has no sctypes", needed=numpy_from(2, 0))
 _SHAPES = partial(Edit, reason="NumPy 2.5 warns of shapes being set", needed=numpy_from(2, 5))
 _FETCHING = partial(Edit, reason="an error would end the thread, and the program would wait for it")
@@ -84,10 +81,12 @@ _FETCHING = partial(Edit, reason="an error would end the thread, and the program
 # By module, in the order of their names.
 EDITS: dict[str, tuple[Edit, ...]] = {
     "chainer._environment_check": (
-        _DISTUTILS(old="import numpy.distutils.system_info\n", new="\n"),
-        # Chainer calls this on macOS only, to detect the Accelerate of before macOS 13.3. NumPy 2
-        # is built for the new Accelerate, and NumPy 1.2x wheels use OpenBLAS.
-        _DISTUTILS(old="numpy.distutils.system_info.get_info('blas_opt')", new="None"),
+        # Chainer uses this module on macOS only.
+        Edit(
+            old="import numpy.distutils.system_info\n",
+            new="\n",
+            reason="numpy.distutils warns since NumPy 1.23, and is not there on Python 3.12",
+        ),
         _PKG_RESOURCES,
     ),
     "chainer.dataset.convert": (
@@ -118,7 +117,6 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             old="numpy.float)",
             new="float)",
             reason="NumPy 1.24 has no float",
-            needed=numpy_from(1, 24),
             count=6,
         ),
     ),

@@ -27,7 +27,7 @@ from multiprocessing import (
 )
 from typing import Any
 
-from collective.errors import CollectiveError
+from collective import CollectiveError
 
 __all__ = [
     "JoinableQueue",

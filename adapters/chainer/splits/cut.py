@@ -17,6 +17,7 @@ import chainer
 import numpy as np
 from chainer.function_node import FunctionNode
 
+from collective.adapters.chainer.backward import Replacements
 from collective.training.splits.blocks import Value
 from collective.training.splits.session import Session, names
 
@@ -100,37 +101,18 @@ class Cut(chainer.Variable):  # type: ignore[misc, unused-ignore]
         return self.array
 
 
-class _Interception:
-    """Installer of the wrapper of ``FunctionNode.apply``, shared by all threads that split."""
+def _intercepted(original: Any) -> Any:
+    def apply(node: Any, inputs: Any) -> Any:
+        session = _session_of(inputs)
+        if session is None:
+            return original(node, inputs)
+        with _current_session(None):  # functions inside work on pieces
+            return session.call(node, tuple(inputs))
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self.apply: Any = FunctionNode.apply
-
-    def install(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self.apply = original = FunctionNode.apply
-
-                def apply(node: Any, inputs: Any) -> Any:
-                    session = _session_of(inputs)
-                    if session is None:
-                        return original(node, inputs)
-                    with _current_session(None):  # functions inside work on pieces
-                        return session.call(node, tuple(inputs))
-
-                FunctionNode.apply = apply
-
-    def remove(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                FunctionNode.apply = self.apply
+    return apply
 
 
-_interception = _Interception()
+_interception = Replacements((FunctionNode, "apply", _intercepted))
 
 
 def _session_of(inputs: Any) -> Session | None:
@@ -160,10 +142,8 @@ def intercepting(link: chainer.Link, session: Session) -> Iterator[None]:
         link: link that runs.
         session: session that handles functions of this rank's pieces of parameters.
     """
-    _interception.install()
     try:
-        with _LinkNames(link), _current_session(session):
+        with _interception, _LinkNames(link), _current_session(session):
             yield
     finally:
-        _interception.remove()
         names.stack.clear()

@@ -9,8 +9,7 @@ from typing import Any
 import chainer
 import chainer.links as L
 
-from collective.communicator import Communicator
-from collective.errors import InvalidArgumentError
+from collective import Communicator, InvalidArgumentError
 from collective.training.splits.filters import FilterLayer, Filters, Share, all_names
 
 __all__ = ["LinkFilters"]

@@ -10,45 +10,14 @@ import chainer
 import chainer.functions as F
 import numpy as np
 
-from collective.training.splits.blocks import Step, Value, lengths_of
+from collective.training.splits.blocks import Step, Value
 from collective.training.splits.recipes import Context, row_for_row
 from collective.training.splits.session import Session, names
 
-from . import layers, windows
 from .cut import Cut, intercepting
-from .layers import applied
+from .recipes import LAYERS, RECIPES, ROW_FOR_ROW, applied
 
 __all__ = ["VariableSession"]
-
-
-# Recipes for the functions of layers with weights.
-_LAYERS: dict[str, Callable[..., Step | None]] = {
-    "Convolution2DFunction": layers.convolution,
-    "ConvolutionND": layers.convolution,
-    "Deconvolution2DFunction": layers.transposed,
-    "DeconvolutionND": layers.transposed,
-    "LinearFunction": layers.dense,
-}
-_RECIPES: dict[str, Callable[..., Step | None]] = {
-    **_LAYERS,
-    "Unpooling2D": layers.unpooling,
-    "MaxPooling2D": windows.max_pool,
-    "MaxPoolingND": windows.max_pool,
-    "AveragePooling2D": windows.avg_pool,
-    "AveragePoolingND": windows.avg_pool,
-    "ResizeImages": windows.resize,
-    "Pad": windows.pad,
-    "GetItem": windows.getitem,
-    "Reshape": windows.flatten,
-}
-# Functions whose result has rows that each depend on the same rows of the inputs.
-_ROW_FOR_ROW = set(
-    "Absolute Add AddConstant Arccos Arcsin Arctan Arctan2 Ceil ClippedReLU Clip Cos Cosh Div "
-    "DivFromConstant ELU Erf Erfc Exp Exp2 Expm1 Floor Fmod HardSigmoid Identity LeakyReLU "
-    "Log Log10 Log1p Log2 Maximum Minimum Mul MulConstant MultiAdd Neg PowConstVar "
-    "PowVarConst PowVarVar ReLU Reciprocal SELU Sigmoid Sign Sin Sinh Softplus Sqrt Square "
-    "Sub SubFromConstant Swish Tan Tanh".split()
-)
 
 
 class VariableSession(Session):
@@ -69,12 +38,12 @@ class VariableSession(Session):
         kind = type(node).__name__
         name = f"{names.current} ({kind})"
         result: Cut | None = None
-        if kind not in _LAYERS or not isinstance(inputs[0], Cut):
+        if kind not in LAYERS or not isinstance(inputs[0], Cut):
             inputs = tuple(map(self._executor.parameter, inputs))
             if not any(isinstance(x, Cut) for x in inputs):
                 return tuple(node.apply(inputs))
-        if kind in _RECIPES:
-            result = self._recipe(_RECIPES[kind], node, name, inputs)
+        if kind in RECIPES:
+            result = self._recipe(RECIPES[kind], node, name, inputs)
         elif kind == "BatchNormalization":
             result = self._batch_normalization(node, name, inputs)
         elif kind == "GroupNormalization":
@@ -83,7 +52,7 @@ class VariableSession(Session):
             result = self._fixed_batch_normalization(node, name, inputs)
         elif kind == "Dropout" and node.mask is None and not node.return_mask:
             result = self._dropout(node, name, inputs[0])
-        elif kind in _ROW_FOR_ROW or (kind == "Concat" and node.axis % inputs[0].ndim == 1):
+        elif kind in ROW_FOR_ROW or (kind == "Concat" and node.axis % inputs[0].ndim == 1):
             result = self._row_for_row(node, name, inputs)
         elif kind in ("Softmax", "LogSoftmax") and node.axis % inputs[0].ndim == 1:
             result = self._row_for_row(node, name, inputs, by_channel=False)
@@ -117,15 +86,8 @@ class VariableSession(Session):
             shape, by_channel = (first, sum(x.shape[1] for x in inputs), *rest), False
         else:
             shape = tuple(np.broadcast_shapes(*(x.shape for x in inputs)))
-        # An array that is broadcast along a cut axis is the same for every piece.
-        lengths = lengths_of(shape)
         dtype = np.result_type(*(x.dtype for x in inputs if isinstance(x, Cut)))
-        leaves = [
-            self.whole(x)
-            if isinstance(x, Cut) and (x.value.lengths != lengths or x.ndim != len(shape))
-            else x
-            for x in inputs
-        ]
+        leaves = self._broadcast_whole(inputs, shape)
         cut = [x for x in leaves if isinstance(x, Cut)]
         if not cut:
             return None

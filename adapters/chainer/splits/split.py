@@ -10,32 +10,51 @@ from typing import Any
 
 import chainer
 
+from collective import Communicator, InvalidArgumentError, UnsupportedError
 from collective.adapters.chainer.state import (
     broadcast_state,
     compare_parameters,
     distinct_parameters,
     follow_root,
+    persistent_values,
     same_on_all,
     sampled,
 )
-from collective.communicator import Communicator
-from collective.errors import InvalidArgumentError, UnsupportedError
-from collective.training.splits.cuts import Cuts, Framework
-from collective.training.splits.report import MemoryReport, Verification
-from collective.training.splits.settings import Settings
+from collective.inner import Filters, StateEntry
+from collective.training.splits import cuts, report
 
 from .cut import Cut
 from .filters import LinkFilters
-from .replicas import state_of
 from .session import VariableSession
 from .variables import Variables
-from .verifying import memory_report, verify
+from .verifying import computation, memory
 
 __all__ = ["Split"]
 
-_FRAMEWORK = Framework(
+
+def state_of(link: Any, filters: Filters | None) -> list[StateEntry]:
+    """Return a link's parameters and persistent values, each once.
+
+    Args:
+        link: link that is split.
+        filters: record of the parameters of which this rank has a piece; None: there are none.
+    """
+    parameters = [
+        StateEntry(
+            name,
+            parameter.array,
+            parameter.requires_grad,
+            None if filters is None else filters.piece(parameter),
+        )
+        for name, parameter in distinct_parameters(link)
+    ]
+    values = [StateEntry(p, vars(child)[name]) for p, child, name in persistent_values(link)]
+    return parameters + values
+
+
+_FRAMEWORK = cuts.Framework(
     Variables, VariableSession, LinkFilters, methodcaller("params"), state_of, broadcast_state,
-    follow_root, root_fills=True,
+    follow_root, root_fills=True, computation=computation, memory=memory,
 )  # fmt: skip
 
 
@@ -63,7 +82,7 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
 
     Args:
         link: link that takes ``(batch, channels, ...)`` as its first argument, which is cut.
-        batch, channels, data, comm, recompute, halo, inputs, outputs, strict, broadcast: those of
+        batch, channels, data, comm, recompute, inputs, outputs, strict, broadcast: those of
             PyTorch's ``Split``.
         filters: that of PyTorch's ``Split``. With ``"own"``, serializing is collective, for saving
             and for loading, and the serialized arrays are whole. An optimizer's own state is that
@@ -92,7 +111,6 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         data: Sequence[int] = (1,),
         comm: Communicator | None = None,
         recompute: bool = True,
-        halo: str = "layer",
         inputs: str = "whole",
         outputs: str = "whole",
         filters: str = "all",
@@ -110,10 +128,10 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
                     f"Split: {path} is a Split, which cannot be split. Split one link, with all "
                     "axes in one call."
                 )
-        settings = Settings(
-            batch, channels, data, recompute, halo, inputs, outputs, filters, strict, broadcast
+        settings = cuts.Settings(
+            batch, channels, data, recompute, inputs, outputs, filters, strict, broadcast
         )
-        self._cuts = Cuts(_FRAMEWORK, settings, comm)
+        self._cuts = cuts.Cuts(_FRAMEWORK, settings, comm)
         with self.init_scope():
             self.link = link
         self._filters = self._cuts.prepare(link)
@@ -165,7 +183,7 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         with whole:
             super().serialize(serializer)
 
-    def memory_report(self, x: Any, *args: Any, **kwargs: Any) -> MemoryReport:
+    def memory_report(self, x: Any, *args: Any, **kwargs: Any) -> report.MemoryReport:
         """Count the bytes that a call keeps for its backward pass, by function.
 
         The method runs the link both whole and split, so ``x`` has to be small enough for the whole
@@ -174,9 +192,9 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         Args:
             x, args, kwargs: those of ``forward``; over ranks the whole ``x``.
         """
-        return memory_report(self._cuts.copies(self.link, self._filters), x, args, kwargs)
+        return self._cuts.memory_report(self.link, self._filters, x, args, kwargs)
 
-    def verify(self, x: Any, *args: Any, tolerance: float = 1e-10) -> Verification:
+    def verify(self, x: Any, *args: Any, tolerance: float = 1e-10) -> report.Verification:
         """Compare with the unsplit link: each link's output, then all gradients, in float64.
 
         Parameters, their gradients and NumPy's random numbers are unchanged afterwards.
@@ -190,6 +208,4 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
                 raises it.
             InvalidArgumentError: over ranks, a parameter has no values yet.
         """
-        self._cuts.check_replicas(self.link, self._filters)
-        self._cuts.check_inputs(x, args, {}, ends="whole")
-        return verify(self._cuts.copies(self.link, self._filters), x, args, tolerance)
+        return self._cuts.verify(self.link, self._filters, x, args, tolerance)

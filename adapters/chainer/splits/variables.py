@@ -10,10 +10,10 @@ import chainer
 import chainer.functions as F
 import numpy as np
 
+from collective import Communicator
 from collective.adapters.chainer.functional import all_reduce
 from collective.adapters.chainer.tape import Tape, module_of
-from collective.communicator import Communicator
-from collective.training.differentiable import CollectiveStep
+from collective.inner import differentiable
 from collective.training.splits.arrays import Arrays
 
 __all__ = ["Variables"]
@@ -106,7 +106,7 @@ class Variables(Arrays):
         used: tuple[Any, ...] = _Used(comm).apply(tuple(arrays))
         return used
 
-    def record(self, node: CollectiveStep, array: Any) -> Any:
+    def record(self, node: differentiable.CollectiveStep, array: Any) -> Any:
         return Tape.record(node, array)
 
     def join_bare(self, arrays: Sequence[Any], dimension: int) -> Any:

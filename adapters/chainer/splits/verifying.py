@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import chainer
 import chainer.functions as F
 import numpy as np
 
-from collective.memory import nested
-from collective.training.splits.cuts import ModelCopy
-from collective.training.splits.filters import whole_gradients
-from collective.training.splits.report import Computation, MemoryReport, Verification
+from collective.inner import Filters, nested, whole_gradients
+from collective.training.splits import cuts, report
 
 from .cut import Cut
-from .kept import Kept, bytes_kept
 
-__all__ = ["memory_report", "verify"]
+__all__ = ["computation", "memory"]
+
+
+@contextlib.contextmanager
+def _same_numbers() -> Iterator[None]:
+    """Restore the state of NumPy's random number generator after the body."""
+    state = np.random.get_state()
+    try:
+        yield
+    finally:
+        np.random.set_state(state)
 
 
 # -- results ---------------------------------------------------------------------------------
@@ -43,25 +51,19 @@ class _Outputs(chainer.LinkHook):  # type: ignore[misc, unused-ignore]
                 self.found.append((f"{path} ({type(args.link).__name__})", array.copy()))
 
 
-def verify(
-    copies: Iterable[ModelCopy], x: Any, args: Sequence[Any], tolerance: float
-) -> Verification:
-    """Run the comparison that :meth:`Split.verify` describes."""
-    state = np.random.get_state()
-    outcomes = []
-    for link, filters, compute in copies:
-        np.random.set_state(state)
-        _double(link)
-        inputs = chainer.Variable(chainer.as_variable(x).array.astype(np.float64))
-        rest = [value.astype(np.float64) if _is_real(value) else value for value in args]
+def computation(
+    link: chainer.Link, filters: Filters | None, compute: cuts.Compute, x: Any, args: Sequence[Any]
+) -> report.Computation:
+    """Compute a link in float64, for the comparison that :meth:`Split.verify` describes."""
+    _double(link)
+    inputs = chainer.Variable(chainer.as_variable(x).array.astype(np.float64))
+    rest = [value.astype(np.float64) if _is_real(value) else value for value in args]
+    with _same_numbers():
         with _Outputs(link) as outputs:
             result, joined = compute(inputs, rest, {})
         _scalar(result).backward()
-        gradients = {"input": inputs.grad, **whole_gradients(link.namedparams(), filters)}
-        outcomes.append(Computation(outputs.found, gradients, joined))
-    np.random.set_state(state)
-    whole, parts = outcomes
-    return Verification.of(whole, parts, tolerance)
+    gradients = {"input": inputs.grad, **whole_gradients(link.namedparams(), filters)}
+    return report.Computation(outputs.found, gradients, joined)
 
 
 def _is_real(x: Any) -> bool:
@@ -96,20 +98,81 @@ def _scalar(result: Any) -> Any:
 # -- memory ----------------------------------------------------------------------------------
 
 
-def memory_report(
-    copies: Iterable[ModelCopy], x: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> MemoryReport:
-    """Count the bytes that :meth:`Split.memory_report` describes."""
-    state = np.random.get_state()
-    x = chainer.as_variable(x)
-    counts, weights = [], []
-    for link, _, compute in copies:
-        np.random.set_state(state)
-        kept = Kept()
+def memory(
+    link: chainer.Link, compute: cuts.Compute, x: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[dict[str, int], int, tuple[str, ...], int]:
+    """Count the bytes that :meth:`Split.memory_report` describes, of a link that may change."""
+    x, kept = chainer.as_variable(x), Kept()
+    with _same_numbers():
         result, joined = compute(x, args, kwargs, kept)
-        parameters = [p.array for p in link.params() if p.array is not None]
-        weights.append(sum(int(array.nbytes) for array in parameters))
-        counts.append(bytes_kept(result, kept.held, [x.array, *parameters]))
-    np.random.set_state(state)
-    whole, pieces = counts
-    return MemoryReport(whole, pieces, kept.piece, joined, (weights[0], weights[1]))
+    parameters = [p.array for p in link.params() if p.array is not None]
+    weights = sum(int(array.nbytes) for array in parameters)
+    return bytes_kept(result, kept.held, [x.array, *parameters]), kept.piece, joined, weights
+
+
+class Kept:
+    """Counter of the bytes that recomputed pieces keep.
+
+    Attributes:
+        piece: number of bytes of the piece that keeps most.
+        held: arrays without a gradient with which pieces are combined, such as masks, with the
+            names of the functions.
+    """
+
+    def __init__(self) -> None:
+        self.piece = 0
+        self.held: list[tuple[str, Any]] = []
+
+    def compute_piece(
+        self, function: Callable[..., tuple[Any, ...]], arrays: Sequence[Any]
+    ) -> None:
+        """Compute a piece that keeps only ``arrays``, and count the bytes of its recomputation."""
+        outer, self.piece = self.piece, 0
+        # New variables end the walk over the graph at the piece's inputs.
+        inputs = [chainer.Variable(each.array) for each in arrays]
+        result = function(*inputs)
+        inside = sum(bytes_kept(result, (), [each.array for each in inputs]).values())
+        self.piece = max(outer, inside + self.piece)
+
+
+def bytes_kept(
+    result: Any, held: Sequence[tuple[str, Any]], there: Sequence[Any]
+) -> dict[str, int]:
+    """Return the bytes of the arrays that a graph holds, by function; each array counts once."""
+    seen = {id(_owner(array)) for array in there}
+    sizes: dict[str, int] = {}
+    for label, array in (*held, *_held(result)):
+        owner = _owner(array)
+        if id(owner) not in seen:
+            seen.add(id(owner))
+            sizes[label] = sizes.get(label, 0) + int(owner.nbytes)
+    return sizes
+
+
+def _owner(array: Any) -> Any:
+    """Return the array that owns the memory of ``array``."""
+    while getattr(array, "base", None) is not None and hasattr(array.base, "nbytes"):
+        array = array.base
+    return array
+
+
+def _held(result: Any) -> Iterator[tuple[str, Any]]:
+    """Walk a graph backwards, and yield the arrays that its functions retain."""
+    leaves = [x for x in nested.flatten(result) if isinstance(x, chainer.Variable)]
+    todo = [x.node.creator_node for x in leaves if x.node.creator_node is not None]
+    seen = set(map(id, todo))
+    while todo:
+        function = todo.pop()
+        # Retained inputs, retained outputs, and arrays in the function's own attributes (a mask).
+        retained = (node.data for node in function.inputs if node.data is not None)
+        outputs = function._retained_output_data or ()
+        kinds = chainer.get_array_types()  # types like numpy.float32 have an nbytes, too
+        own = (value for value in vars(function).values() if isinstance(value, kinds))
+        for array in (*retained, *outputs, *own):
+            if array is not None:
+                yield function.label, array
+        for node in function.inputs:
+            creator = node.creator_node
+            if creator is not None and id(creator) not in seen:
+                seen.add(id(creator))
+                todo.append(creator)

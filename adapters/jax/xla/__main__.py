@@ -24,9 +24,9 @@ import shlex
 from collections.abc import Sequence
 from types import ModuleType
 
+from collective import CollectiveError
 from collective.adapters.jax.xla.detection import detect_collective
 from collective.adapters.jax.xla.library import enable, variables
-from collective.errors import CollectiveError
 
 __all__ = ["main"]
 

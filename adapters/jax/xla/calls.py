@@ -17,11 +17,9 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from collective import native
-from collective.communicator import Communicator
+from collective import CollectiveError, Communicator, UnsupportedError
 from collective.communicator.repeated import RepeatedCall, view
-from collective.errors import CollectiveError, UnsupportedError
-from collective.memory.dtypes import BY_CODE
+from collective.inner import dtypes, native
 from collective.ops import NAMES
 from collective.request import in_thread
 
@@ -218,7 +216,7 @@ class Calls:
             if clique.comm is not None and clique.comm is not self._world:
                 clique.comm.close()
         if isinstance(self._world, Communicator):
-            self._world.leave()
+            self._world.inner.leave()
 
     def _transfer(
         self, clique: _Clique, number: int, call: int, arguments: _Arguments
@@ -235,7 +233,7 @@ class Calls:
         comm = clique.comm
         if comm is None:
             comm = clique.comm = self._connect(clique)
-        kind = BY_CODE[dtype].storage
+        kind = dtypes.BY_CODE[dtype].storage
         whole = comm.size * count
         x = view(source, (whole if call == _REDUCE_SCATTER else count,), kind)
         out = view(target, (whole if call == _ALL_GATHER else count,), kind)

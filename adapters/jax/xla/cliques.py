@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from collective.errors import BackendError, UnsupportedError
+from collective import BackendError, UnsupportedError
 
 from .replica_groups import device_groups
 

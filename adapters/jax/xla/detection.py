@@ -16,6 +16,9 @@ from types import ModuleType
 
 __all__ = ["detect_collective", "place"]
 
+# Variable with the address at which JAX's coordinator listens.
+_LISTENS = "JAX_COORDINATOR_BIND_ADDRESS"
+
 
 class _Finder:
     """Finder that teaches JAX to read this launcher's variables when JAX is imported."""
@@ -62,11 +65,19 @@ def _register() -> None:
 
         @classmethod
         def is_env_present(cls) -> bool:
-            return place(os.environ) is not None
+            # JAX asks this in each initialize(), before anything else. The program may name
+            # another address now, and its coordinator has to listen there.
+            known = place(os.environ)
+            if known is not None and os.environ.get(_LISTENS) == known[0]:
+                del os.environ[_LISTENS]
+            return known is not None
 
         @classmethod
         def get_coordinator_address(cls, *args: object, **kwargs: object) -> str:
-            return _known()[0]
+            address = _known()[0]
+            # By default JAX's coordinator listens on all interfaces.
+            os.environ.setdefault(_LISTENS, address)
+            return address
 
         @classmethod
         def get_process_count(cls) -> int:
@@ -87,8 +98,4 @@ def _known() -> tuple[str, int, int]:
     coordinator, size, rank = known
     launched = launchers.detect(os.environ)
     session.take_place("jax.distributed.initialize", rank, size, coordinator, launched)()
-    # By default JAX's coordinator listens on all interfaces. A program that names an address itself
-    # does not come here: this variable would make the coordinator listen at another port than the
-    # program's.
-    os.environ.setdefault("JAX_COORDINATOR_BIND_ADDRESS", known[0])
     return known

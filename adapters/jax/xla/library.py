@@ -9,9 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from collective import native
-from collective.errors import BackendUnavailableError, ConfigError
-from collective.install import hint
+from collective import BackendUnavailableError, ConfigError
+from collective.inner import install, native
 
 __all__ = [
     "PROGRAM", "VARIABLE", "check_interface", "enable", "handler", "library", "runner", "variables",
@@ -68,8 +67,8 @@ def _built(file: Path, what: str) -> Path:
     if not file.is_file():
         raise BackendUnavailableError(
             f"jax: {what} is not built: {file} does not exist. It needs Linux and a C "
-            f"compiler. Install this package again where there is one: {hint('jax')}, without "
-            "COLLECTIVE_NATIVE=off."
+            "compiler. Install this package again where there is one: "
+            f"{install.hint('jax')}, without COLLECTIVE_DISABLE=native."
         )
     try:
         loaded = ctypes.CDLL(str(file))
@@ -147,7 +146,7 @@ def _check_names() -> None:
         version = importlib.metadata.version("jaxlib")
     except importlib.metadata.PackageNotFoundError:
         raise BackendUnavailableError(
-            f"jax: JAX is not installed in this environment. Install it: {hint('jax')}."
+            f"jax: JAX is not installed in this environment. Install it: {install.hint('jax')}."
         ) from None
     if version in _CHECKED:
         return

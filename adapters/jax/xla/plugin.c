@@ -68,6 +68,7 @@ EXPORTED int MPIABI_Error_string(int code, char *text, int *length)
 /* -- names that XLA does not use ------------------------------------------------------------- */
 
 #define CONSTANT(name, value) EXPORTED const int64_t name = value;
+#define UNUSED(name) CONSTANT(name, 0x7000)
 #define REFUSED(name)                                                                              \
     EXPORTED int name(void)                                                                        \
     {                                                                                              \

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.errors import UnsupportedError
+from collective import UnsupportedError
 
 __all__ = ["device_groups"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from collective.contract.store import Store
-from collective.errors import RendezvousError
+from collective import RendezvousError
+from collective.control.store import Store
 
 __all__ = ["JaxStore"]
 

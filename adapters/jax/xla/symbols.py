@@ -13,11 +13,12 @@ from __future__ import annotations
 import importlib.util
 import mmap
 import re
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from collective.errors import BackendUnavailableError
-from collective.memory.dtypes import BY_NAME
+from collective import BackendUnavailableError
+from collective.inner import BY_NAME
 from collective.ops import NAMES
 
 __all__ = ["CONSTANTS", "FUNCTIONS", "header", "jaxlib_file", "listed", "looked_up"]
@@ -36,7 +37,7 @@ _DTYPES = {
 }  # fmt: skip
 _OPS = ("sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
 #: Values of the constants that XLA uses. ``plugin.c`` tells kinds of constants apart by the second
-#: byte: 1 for dtypes, 2 for operators. The other constants have the value 0x7000.
+#: byte: 1 for dtypes, 2 for operators. The others have its value for unused constants.
 CONSTANTS = {
     "SUCCESS": 0, "UNDEFINED": -32766, "COMM_NULL": 0, "COMM_WORLD": 1, "REQUEST_NULL": 0,
     "THREAD_SINGLE": 0, "THREAD_FUNNELED": 1, "THREAD_SERIALIZED": 2, "THREAD_MULTIPLE": 3,
@@ -45,7 +46,6 @@ CONSTANTS = {
     **{name: 0x100 + BY_NAME[dtype].code for name, dtype in _DTYPES.items()},
     **{name.upper(): 0x200 + NAMES.index(name) for name in _OPS},
 }  # fmt: skip
-_OTHERS = 0x7000
 
 
 def looked_up(jaxlib: Path) -> list[str]:
@@ -82,21 +82,23 @@ def listed() -> list[str]:
     """Return the names that the plug-in has, sorted, from the ``symbols.h`` beside this module."""
     text = Path(__file__).with_name("symbols.h").read_text(encoding="ascii")
     return sorted(
-        [*re.findall(r"^(?:REFUSED|CONSTANT)\((\w+)", text, re.MULTILINE)]
+        [*re.findall(r"\b(?:REFUSED|CONSTANT|UNUSED)\((\w+)", text)]
         + [f"MPIABI_{name}" for name in FUNCTIONS]
     )
 
 
 def header(names: Iterable[str]) -> str:
     """Return the text of ``symbols.h`` for the names that a jaxlib looks up."""
-    lines = ["/* Made by symbols.py: see there. Do not edit. */", "/* clang-format off */"]
+    definitions = []
     for full in sorted(names):
         name = full.partition("_")[2]
         if re.fullmatch(r"[A-Z0-9_]+", name):
-            lines.append(f"CONSTANT({full}, {CONSTANTS.get(name, _OTHERS)})")
+            used = name in CONSTANTS
+            definitions.append(f"CONSTANT({full},{CONSTANTS[name]})" if used else f"UNUSED({full})")
         elif name not in FUNCTIONS:
-            lines.append(f"REFUSED({full})")
-    return "\n".join(lines) + "\n"
+            definitions.append(f"REFUSED({full})")
+    head = "/* Made by symbols.py: see there. Do not edit. */\n/* clang-format off */\n"
+    return head + textwrap.fill(" ".join(definitions), 100, break_on_hyphens=False) + "\n"
 
 
 if __name__ == "__main__":

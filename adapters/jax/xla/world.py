@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from collective.communicator import Communicator
-from collective.contract.store import PrefixedStore
-from collective.errors import RendezvousError
+from collective import Communicator, RendezvousError
+from collective.control.store import PrefixedStore
 from collective.start.meeting import connect_met
 from collective.start.rendezvous import from_text
 

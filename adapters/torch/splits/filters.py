@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from collective.communicator import Communicator
-from collective.errors import InvalidArgumentError
-from collective.memory import nested
+from collective import Communicator, InvalidArgumentError
+from collective.inner import nested
 from collective.training.splits.filters import FilterLayer, Filters, Share, all_names
 
 __all__ = ["ModuleFilters", "Watching"]

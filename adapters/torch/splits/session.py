@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from collective.errors import CollectiveError, ShapeError, UnsupportedError
-from collective.memory import nested
-from collective.training.splits.blocks import Read, Step, Value, lengths_of
+from collective import CollectiveError, ShapeError, UnsupportedError
+from collective.inner import nested
+from collective.training.splits.blocks import Read, Step, Value
 from collective.training.splits.recipes import Context, row_for_row
 from collective.training.splits.session import Session, names
 
@@ -196,14 +196,7 @@ class TensorSession(Session):
 
     def _row_for_row(self, function: Any, name: str, structure: Any, like: Tensor) -> Step | None:
         """Make the step of a function that works row by row; return None if no row is cut."""
-        lengths = lengths_of(like.shape)
-        # A tensor that is broadcast along a cut axis is the same for every piece.
-        leaves = [
-            self.whole(x)
-            if isinstance(x, Cut) and (x.value.lengths, x.dim()) != (lengths, like.dim())
-            else x
-            for x in nested.flatten(structure)
-        ]
+        leaves = self._broadcast_whole(nested.flatten(structure), like.shape)
         cut = _cut_among(leaves)
         if not cut:
             return None

@@ -10,25 +10,88 @@ from typing import Any
 import torch
 from torch import nn
 
+from collective import Communicator, InvalidArgumentError, UnsupportedError
+from collective.adapters.torch.synchronous import broadcast_tensors
 from collective.adapters.torch.wrapped import Snapshot, announce
-from collective.communicator import Communicator
-from collective.errors import InvalidArgumentError, UnsupportedError
-from collective.training.splits.cuts import Cuts, Framework
-from collective.training.splits.report import MemoryReport, Verification
-from collective.training.splits.session import names
-from collective.training.splits.settings import Settings
+from collective.inner import Filters, StateEntry
+from collective.training.splits import cuts, report, session
 
 from .filters import ModuleFilters
-from .replicas import follow_root, give_root_state, state_of
 from .session import Cut, TensorSession
 from .tensors import Tensors
-from .verifying import memory_report, verify
+from .verifying import computation, memory
 
 __all__ = ["Split"]
 
-_FRAMEWORK = Framework(
+
+def state_of(module: nn.Module, filters: Filters | None = None) -> list[StateEntry]:
+    """Return a module's parameters and buffers, each once, including those that are not saved.
+
+    Args:
+        module: module that is split.
+        filters: record of the parameters of which this rank has a piece; None: there are none.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return [
+        StateEntry(
+            name,
+            None if nn.parameter.is_lazy(tensor) else tensor.detach(),
+            tensor.requires_grad,
+            None if filters is None else filters.piece(tensor),
+        )
+        for name, tensor in tensors
+    ]
+
+
+def give_root_state(module: nn.Module, comm: Communicator) -> None:
+    """Send rank 0's parameters and buffers to every rank.
+
+    Collective: every rank of ``comm`` calls it, with the same module.
+    """
+    entries = state_of(module)
+    broadcast_tensors({e.name: e.value for e in entries if e.value is not None}, comm)
+
+
+def follow_root(module: nn.Module, comm: Communicator) -> None:
+    """Make layers that are not initialised yet take rank 0's values when they are initialised.
+
+    Collective: every rank calls it. All ranks then make the first calls of the layers in the same
+    order.
+    """
+    for layer in module.modules():
+        lazy = [name for name, tensor in _own_tensors(layer) if nn.parameter.is_lazy(tensor)]
+        if lazy:
+            layer.register_forward_pre_hook(_FollowRoot(lazy, comm))
+
+
+class _FollowRoot:
+    """Hook that gives a layer's tensors rank 0's values once, before the layer's first call.
+
+    PyTorch registers its own hook, which initialises the layer, when the layer is made. So
+    PyTorch's hook runs before this one. In a copy of the layer, the hook has no effect, because
+    the copy is no replica of a layer on other ranks.
+    """
+
+    def __init__(self, names: Sequence[str], comm: Communicator | None) -> None:
+        self._names = names
+        self._comm = comm
+
+    def __call__(self, layer: nn.Module, args: Any) -> None:
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            broadcast_tensors({n: getattr(layer, n).detach() for n in self._names}, comm)
+
+    def __deepcopy__(self, memo: Any) -> _FollowRoot:
+        return _FollowRoot((), None)
+
+
+def _own_tensors(layer: nn.Module) -> list[tuple[str, Any]]:
+    return [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+
+
+_FRAMEWORK = cuts.Framework(
     Tensors, TensorSession, ModuleFilters, methodcaller("parameters"), state_of, give_root_state,
-    follow_root, root_fills=False,
+    follow_root, root_fills=False, computation=computation, memory=memory,
 )  # fmt: skip
 
 
@@ -61,14 +124,12 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
 
     **Over ranks**, every rank has a piece of every activation, and the whole module, or with
     ``filters="own"`` its part of the weights. The product of the numbers of pieces is
-    ``comm.size``. With ``halo="layer"``, the ranks exchange the rows that a window needs from other
-    ranks before each layer. With ``halo="chain"``, the ranks exchange these rows once for all
-    layers up to the next normalisation, and compute the inner rows twice. Gradients of parameters
-    that several ranks have are summed over these ranks, in one call for all parameters. If the
-    result is whole, every rank computes the same loss from it, as a single process would. If the
-    result is in pieces, the loss is the sum of the ranks' losses. To add data-parallel training,
-    wrap the Split in ``DistributedDataParallel`` over a communicator of the ranks that have the
-    same piece.
+    ``comm.size``. Before each layer, the ranks exchange the rows that a window needs from other
+    ranks. Gradients of parameters that several ranks have are summed over these ranks, in one call
+    for all parameters. If the result is whole, every rank computes the same loss from it, as a
+    single process would. If the result is in pieces, the loss is the sum of the ranks' losses. To
+    add data-parallel training, wrap the Split in ``DistributedDataParallel`` over a communicator of
+    the ranks that have the same piece.
 
     Dropout masks are drawn whole and then cut. In turn, the draw is that of the module itself. Over
     ranks, all ranks draw from generators with the same seed, which rank 0 takes from PyTorch's
@@ -88,9 +149,8 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         data: number of pieces of each data axis; axes beyond these are not cut.
         comm: communicator of the ranks, which are in the order of batch, channels and data axes,
             with the last axis fastest. None: the pieces are computed in turn.
-        recompute: if true, the backward pass computes pieces again instead of keeping their
-            activations; over ranks only with ``halo="chain"``.
-        halo: over ranks, ``"layer"`` or ``"chain"``, as above.
+        recompute: in turn, if true, the backward pass computes pieces again instead of keeping
+            their activations.
         inputs: over ranks, form of the input. ``"whole"``: every rank passes the same tensor, and
             gets its whole gradient. ``"pieces"``: every rank passes its own rows, which are joined
             in the order of ranks.
@@ -131,7 +191,6 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         data: Sequence[int] = (1,),
         comm: Communicator | None = None,
         recompute: bool = True,
-        halo: str = "layer",
         inputs: str = "whole",
         outputs: str = "whole",
         filters: str = "all",
@@ -140,10 +199,10 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
     ) -> None:
         super().__init__()
         _check_module(module)
-        settings = Settings(
-            batch, channels, data, recompute, halo, inputs, outputs, filters, strict, broadcast
+        settings = cuts.Settings(
+            batch, channels, data, recompute, inputs, outputs, filters, strict, broadcast
         )
-        self._cuts = Cuts(_FRAMEWORK, settings, comm)
+        self._cuts = cuts.Cuts(_FRAMEWORK, settings, comm)
         self._comm = comm
         self.module = module
         self.joined: tuple[str, ...] = ()
@@ -205,7 +264,7 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         result, self.joined = self._cuts.computed(self.module, self._filters, x, args, kwargs)
         return result
 
-    def memory_report(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> MemoryReport:
+    def memory_report(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> report.MemoryReport:
         """Count the memory that is kept for the backward pass, by the module and by this Split.
 
         The call runs both, the module with the whole ``x``, which has to be small enough for that.
@@ -214,9 +273,9 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         Args:
             x, args, kwargs: arguments of ``forward``; over ranks the whole ``x``.
         """
-        return memory_report(self._cuts.copies(self.module, self._filters), x, args, kwargs)
+        return self._cuts.memory_report(self.module, self._filters, x, args, kwargs)
 
-    def verify(self, x: torch.Tensor, *args: Any, tolerance: float = 1e-10) -> Verification:
+    def verify(self, x: torch.Tensor, *args: Any, tolerance: float = 1e-10) -> report.Verification:
         """Compare with the module itself: each layer's output, then all gradients, in float64.
 
         The call leaves parameters, their gradients, buffers and random numbers as they were.
@@ -229,18 +288,16 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
             MismatchError: parameters, buffers or inputs differ between ranks; every rank raises it.
             InvalidArgumentError: over ranks, a parameter has no values yet.
         """
-        self._cuts.check_replicas(self.module, self._filters)
-        self._cuts.check_inputs(x, args, {}, ends="whole")
-        return verify(self._cuts.copies(self.module, self._filters), x, args, tolerance)
+        return self._cuts.verify(self.module, self._filters, x, args, tolerance)
 
 
 def _enter(name: str, module: torch.nn.Module, args: Any) -> None:
     """Record that a layer begins to run."""
-    names.stack.append(name)
+    session.names.stack.append(name)
 
 
 def _leave(module: torch.nn.Module, args: Any, result: Any) -> None:
-    names.stack.pop()
+    session.names.stack.pop()
 
 
 def _check_module(module: Any) -> None:

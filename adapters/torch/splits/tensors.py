@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from collective import Communicator
 from collective.adapters.torch.functional import all_reduce
 from collective.adapters.torch.tape import Tape
-from collective.communicator import Communicator
-from collective.training.differentiable import CollectiveStep
+from collective.inner import differentiable
 from collective.training.splits.arrays import Arrays
 
 __all__ = ["Tensors"]
@@ -114,7 +114,7 @@ class Tensors(Arrays):
         used: tuple[Tensor, ...] = apply(comm, *arrays)
         return used
 
-    def record(self, node: CollectiveStep, array: Tensor) -> Tensor:
+    def record(self, node: differentiable.CollectiveStep, array: Tensor) -> Tensor:
         return Tape.record(node, array)
 
 

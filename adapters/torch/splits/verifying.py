@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from collective.memory import nested
-from collective.training.splits.cuts import ModelCopy
-from collective.training.splits.filters import whole_gradients
-from collective.training.splits.report import Computation, MemoryReport, Verification
+from collective.inner import Filters, nested, whole_gradients
+from collective.training.splits import cuts, report, session
 
-from .kept import Kept
 from .session import Cut
 
-__all__ = ["memory_report", "verify"]
+__all__ = ["computation", "memory"]
 
 Tensor = torch.Tensor
 
@@ -32,27 +29,23 @@ def _same_numbers(x: Tensor) -> Iterator[None]:
 # -- results ---------------------------------------------------------------------------------
 
 
-def verify(
-    copies: Iterable[ModelCopy], x: Tensor, args: Sequence[Any], tolerance: float
-) -> Verification:
-    """Run the comparison that :meth:`Split.verify` describes."""
+def computation(
+    module: torch.nn.Module, filters: Filters | None, compute: cuts.Compute, x: Tensor,
+    args: Sequence[Any],
+) -> report.Computation:  # fmt: skip
+    """Compute a module in float64, for the comparison that :meth:`Split.verify` describes."""
+    module.double()
+    inputs = _double(x).requires_grad_()
+    with _same_numbers(x), _outputs(module) as outputs:
+        result, joined = compute(inputs, list(map(_double, args)), {})
+    torch.autograd.backward(_scalar(result))
+    gradients = {"input": inputs.grad, **whole_gradients(module.named_parameters(), filters)}
+    return report.Computation(outputs, gradients, joined)
 
-    def double(value: Any) -> Any:
-        is_real = isinstance(value, Tensor) and value.is_floating_point()
-        return value.detach().double() if is_real else value
 
-    rest = [double(value) for value in args]
-    outcomes = []
-    for module, filters, compute in copies:
-        module.double()
-        inputs = double(x).requires_grad_()
-        with _same_numbers(x), _outputs(module) as outputs:
-            result, joined = compute(inputs, rest, {})
-        torch.autograd.backward(_scalar(result))
-        gradients = {"input": inputs.grad, **whole_gradients(module.named_parameters(), filters)}
-        outcomes.append(Computation(outputs, gradients, joined))
-    whole, parts = outcomes
-    return Verification.of(whole, parts, tolerance)
+def _double(value: Any) -> Any:
+    is_real = isinstance(value, Tensor) and value.is_floating_point()
+    return value.detach().double() if is_real else value
 
 
 @contextlib.contextmanager
@@ -95,19 +88,63 @@ def _scalar(result: Any) -> Tensor:
 # -- memory ----------------------------------------------------------------------------------
 
 
-def memory_report(
-    copies: Iterable[ModelCopy], x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
-) -> MemoryReport:
-    """Count the bytes that :meth:`Split.memory_report` describes."""
-    kept, weights = [], []
-    # The modules are copies, so their statistics and other buffers may change.
-    for module, _, compute in copies:
-        weights.append(sum(parameter.nbytes for parameter in module.parameters()))
-        count = Kept([x, *module.parameters(), *module.buffers()])
-        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
-        with torch.enable_grad(), _same_numbers(x), hooks:
-            result, joined = compute(x, args, kwargs, count)
-            kept.append(count.sizes())
-        del result
-    whole, pieces = kept
-    return MemoryReport(whole, pieces, count.piece, joined, (weights[0], weights[1]))
+def memory(
+    module: torch.nn.Module, compute: cuts.Compute, x: Tensor, args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> tuple[dict[str, int], int, tuple[str, ...], int]:  # fmt: skip
+    """Count the bytes that :meth:`Split.memory_report` describes, of a module that may change."""
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    count = Kept([x, *module.parameters(), *module.buffers()])
+    hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+    with torch.enable_grad(), _same_numbers(x), hooks:
+        _, joined = compute(x, args, kwargs, count)
+    return count.sizes(), count.piece, joined, weights
+
+
+class Kept:
+    """Counter of the bytes that a backward pass keeps; tensors with the same memory count once.
+
+    Args:
+        there: tensors that are not counted.
+
+    Attributes:
+        piece: number of bytes of the recomputed piece that keeps most.
+    """
+
+    def __init__(self, there: Sequence[Tensor]) -> None:
+        self.piece = 0
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in there}
+        self._found: dict[str, int] = {}
+        # References to the counted tensors. Without them, a later tensor could get the same address
+        # and would not be counted.
+        self._alive: list[Tensor] = []
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Count a tensor, and return it."""
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in self._seen and not tensor.is_meta:
+            self._seen.add(memory.data_ptr())
+            self._alive.append(tensor.detach())
+            layer = session.names.current
+            self._found[layer] = self._found.get(layer, 0) + memory.nbytes()
+        return tensor
+
+    def sizes(self) -> dict[str, int]:
+        """Return the number of bytes of each layer."""
+        return dict(self._found)
+
+    def compute_piece(
+        self, function: Callable[..., tuple[Any, ...]], arrays: Sequence[Tensor]
+    ) -> tuple[Any, ...]:
+        """Compute a piece that keeps only ``arrays``, and count the bytes of its recomputation."""
+        for array in arrays:
+            self(array)
+        outer = self._seen, self._found, self._alive, self.piece
+        self._seen, self._found, self._alive, self.piece = set(self._seen), {}, [], 0
+        try:
+            result = function(*arrays)
+            inside = sum(self._found.values()) + self.piece
+        finally:
+            self._seen, self._found, self._alive, self.piece = outer
+        self.piece = max(self.piece, inside)
+        return result

@@ -16,8 +16,7 @@ from collective.memory.arrays import adapter_of
 from collective.request import Request
 
 from ..path import Path
-from ..planned import Planned
-from .call import Call
+from .call import Call, Planned
 from .views import adapter_for
 
 __all__ = ["Adopt", "Empty"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -15,15 +15,11 @@ from collective.memory.arrays import adapter_of
 from collective.memory.buffer import Buffer, Spot
 from collective.request import Request
 
-from ..heads import Head
 from ..output import Output, input_buffer, outputs_of
-from ..path import Path
-from ..planned import Planned
 from ..streams import Near, nearest, settle
-from .call import Call, Header
-from .device import spot_of
-from .structure import UINT8, pack, unpack
-from .views import View, adapter_for, room_on_gpu, view, views, where
+from .call import Call, Header, Planned, spot_of
+from .heads import Head
+from .views import UINT8, View, adapter_for, pack, room_on_gpu, unpack, view, views, where
 
 __all__ = ["Barrier", "Broadcast"]
 
@@ -36,13 +32,6 @@ class Barrier(Call):
     """See :meth:`Communicator.barrier`."""
 
     operation = "barrier"
-
-    @classmethod
-    def of_plain(
-        cls, path: Path, x: Any, out: Any, *, op: Any = None, order: Any = None, root: Any = None,
-        counts: Any = None,
-    ) -> Self:  # fmt: skip
-        return cls(path)
 
     def plan_for_c(self) -> Planned:
         path = self.path
@@ -62,6 +51,7 @@ class _Broadcasting(Call):
     """Base of the broadcasts. Ranks that do not know the root's array pass None instead of it."""
 
     operation = "broadcast"
+    rooted = True
     root: int
 
     def move(
@@ -77,7 +67,7 @@ class _Broadcasting(Call):
             Disagreement: the ranks' calls differ, perhaps only because a rank has passed None.
         """
         path, request = self.path, planned.request
-        if path.heads:
+        if path.heads or (described < 0 and path.object_heads):
             head = self.exchange_head(request, buffer, deadline, described)
             inline = head.inline(buffer.nbytes)
             if inline is None:
@@ -125,7 +115,10 @@ class _Broadcasting(Call):
             head.words[:5] = request.digest, buffer.dtype.code, buffer.nbytes, described, ndim
             head.words[5 : 5 + ndim] = request.shape
             head.put(buffer.array)
-        plan = path.head_plan("broadcast", request, root, "broadcast")
+        if path.heads:
+            plan = path.head_plan("broadcast", request, root, "broadcast")
+        else:
+            plan = path.object_head_plan(root)
         path.carry(plan, head.buffer, head.buffer, deadline)
         if request is None:
             differs = (head.words[3] < 0) != (described < 0)
@@ -172,27 +165,9 @@ class Broadcast(_Broadcasting):
     See :meth:`Communicator.broadcast`.
     """
 
-    def __init__(
-        self, path: Path, x: Any, root: Any, out: Any, like: Any, hosted: str = ""
-    ) -> None:
-        self.path = path
-        self.root = path.check_rank("broadcast", "root", root)
-        self.x = x
-        self.out = out
-        self.like = like
-        self.hosted = hosted
-        # An array like the root's, if this rank knows one; else None.
-        self.template = out if x is None and out is not None else x
-
-    @classmethod
-    def of_plain(
-        cls, path: Path, x: Any, out: Any, *, op: Any = None, order: Any = None, root: Any = None,
-        counts: Any = None,
-    ) -> Self:  # fmt: skip
-        return cls(path, x, root, out, None)
-
     def plan_for_c(self) -> Planned | None:
-        return self._plan_of(view(self.path, self.operation, self.template))
+        template = self.out if self.x is None else self.x
+        return self._plan_of(view(self.path, self.operation, template))
 
     def _plan_of(self, seen: View) -> Planned:
         path, (_, array, dtype) = self.path, seen
@@ -216,6 +191,8 @@ class Broadcast(_Broadcasting):
                 planned = path.plans.get(key)
                 if planned is not None:
                     return _StraightBroadcast(self, spot, planned)
+        # An array like the root's, if this rank knows one; else None.
+        self.template = out if x is None else x
         if self.template is None and path.rank == self.root:
             raise InvalidArgumentError(
                 f"broadcast: the root passed None {path.who}. Pass an array or a number there."
@@ -312,7 +289,7 @@ class _UnknownBroadcast(_Broadcasting):
     def run(self, deadline: Deadline) -> Any:
         path, root, like = self.path, self.root, self._like
         inline, options, described = None, {}, 0
-        if path.heads:
+        if path.heads or (self._described < 0 and path.object_heads):
             head = self.exchange_head(None, None, deadline, self._described)
             dtype, shape = _described(head)
             inline = head.inline(int(head.words[2]))

@@ -1,12 +1,15 @@
-"""Checks and plans of calls that fold the ranks' arrays."""
+"""Checks and plans of calls that fold the ranks' arrays, and folds of structures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from collective.algorithms import arithmetic
+from collective.algorithms.pieces import split_sizes
 from collective.contract.failure import Failure
 from collective.contract.recorder import Recorder
 from collective.contract.work import Work
@@ -18,40 +21,36 @@ from collective.errors import (
     InvalidArgumentError,
     UnsupportedError,
 )
+from collective.memory import nested
+from collective.memory.arrays import NUMBERS
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
-from collective.memory.numbers import NUMBERS
 from collective.ops import ReduceOp, as_op
 from collective.request import Disagreement, Request
-from collective.shards import Shards
 
+from ..output import Output, outputs_of
 from ..path import Path
-from ..planned import Planned
-from ..rows import Rows, split_sizes
-from .call import Call
-from .views import Array, View
+from ..streams import nearest
+from .call import Call, Planned
+from .views import Array, Leaf, View, staged, views
 
 if TYPE_CHECKING:
     from collective.contract.backend import Backend, Plan
 
-__all__ = ["CuttingFoldCall", "FoldCall", "finish", "guarded"]
+__all__ = [
+    "FoldCall", "StructureReduceScatter", "StructureReduction", "by_dtype", "finish",
+    "guarded",
+]  # fmt: skip
 
 
 class FoldCall(Call):
     """Call that folds the ranks' arrays with an operator.
 
     Attributes:
-        x, op, out, order: arguments that the caller passed.
-        root: rank that gets the result; None for a result on every rank.
-        receives: whether this rank gets a result.
+        cuts: whether each rank gets one piece of the result.
     """
 
-    x: Any
-    op: str | ReduceOp
-    out: Any
-    order: str | Shards | None
-    root: int | None = None
-    receives: bool = True
+    cuts: bool = False
 
     def plan_fold(
         self, key: Any, dtype: DType, shape: tuple[int, ...], on_host: bool,
@@ -126,21 +125,10 @@ class FoldCall(Call):
                 "numpy.int64(x), which wraps; or use all_gather_object."
             )
 
-
-class CuttingFoldCall(FoldCall):
-    """Fold in which each rank gets one piece of the result.
-
-    Attributes:
-        counts, axis: arguments that the caller passed.
-    """
-
-    counts: Sequence[int] | None
-    axis: int
-
-    def cut(self, array: Array) -> tuple[Rows, list[int]]:
+    def cut(self, seen: View) -> tuple[Leaf, list[int]]:
         """Return an array's rows along the axis, and the number of rows that each rank gets."""
-        rows = Rows(self.operation, array, self.axis)
-        return rows, split_sizes(self.operation, rows.length, self.path.size, self.counts)
+        leaf = Leaf(self.operation, seen, self.axis)
+        return leaf, split_sizes(self.operation, leaf.length, self.path.size, self.counts)
 
     @property
     def agreed_counts(self) -> list[int] | None:
@@ -196,3 +184,214 @@ def finish(work: Work[Any] | None) -> None:
     """Wait for the work that a plan has returned, if the plan left work in flight."""
     if work is not None:
         work.wait()
+
+
+# -- structures: one message for each dtype --------------------------------------------------------
+
+
+class _Fused(NamedTuple):
+    """Leaves of one dtype, fused into one message.
+
+    Attributes:
+        dtype: dtype of the leaves.
+        members: indices of the leaves among all leaves.
+        elements: number of elements of the result.
+        planned: plan of the message.
+    """
+
+    dtype: DType
+    members: list[int]
+    elements: int
+    planned: Planned
+
+
+def by_dtype(leaves: Sequence[Any]) -> dict[DType, list[int]]:
+    """Return the indices of the leaves (objects with a ``dtype``) of each dtype."""
+    members: dict[DType, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        members.setdefault(leaf.dtype, []).append(index)
+    return members
+
+
+class StructureReduction(Call):
+    """Reduction of a structure whose result has the structure of its input.
+
+    Args:
+        call: the call, as the program made it.
+    """
+
+    def __init__(self, call: FoldCall) -> None:
+        path = self.path = call.path
+        what = self.operation = call.operation
+        self._call = call
+        self._leaves = leaves = views(path, what, call.x)
+        for leaf in leaves:
+            call.refuse_long(leaf)
+        nesting = nested.skeleton(call.x)
+        shapes = [[leaf.dtype.name, *leaf.array.shape] for leaf in leaves]
+        self._messages = []
+        for dtype, members in by_dtype(leaves).items():
+            count = sum(leaves[i].array.size for i in members)
+            on_host = type(leaves[members[0]].array) is np.ndarray
+            key = (
+                what, dtype, count, call.op, call.order, on_host, call.root, str(nesting),
+                str(shapes),
+            )  # fmt: skip
+            planned = path.plans.get(key) or call.plan_fold(
+                key, dtype, (count,), on_host, leaves=shapes, nesting=nesting
+            )
+            if not planned.takes_gpus:
+                for i in members:
+                    leaves[i] = staged(path, leaves[i])
+            self._messages.append(_Fused(dtype, members, count, planned))
+        self._outputs: list[Output] | None = None
+        if call.receives:
+            outs = outputs_of(what, call.out, nesting, len(leaves), "input", path.who)
+            self._outputs = [
+                Output(what, out, leaf.adapter, leaf.array.shape, leaf.dtype, leaf.array)
+                for out, leaf in zip(outs, leaves)
+            ]
+        self.run_by(nearest(leaves))
+
+    def run(self, deadline: Deadline) -> Any:
+        # Read all inputs before the first result is written. A leaf of `out` may overlap a leaf of
+        # `x` that has another dtype and so belongs to another message.
+        sends = [self._send_later(fused, deadline) for fused in self._messages]
+        for send in sends:
+            send()
+        if self._outputs is None:
+            return None
+        return nested.rebuild(self._call.x, iter([output.finish() for output in self._outputs]))
+
+    def _send_later(self, fused: _Fused, deadline: Deadline) -> Callable[[], None]:
+        """Read the inputs of a message; return a function that reduces them."""
+        arrays = [self._leaves[i].array for i in fused.members]
+        # If the transport does not enqueue calls, other ranks may have these arrays on the CPU.
+        on_gpu = self.path.enqueues and not isinstance(arrays[0], np.ndarray)
+        if on_gpu and self.operation == "all_reduce" and self._outputs is not None:
+            pairs = [(array, self._outputs[i]) for i, array in zip(fused.members, arrays)]
+            return self._batched(pairs, fused.planned, deadline)
+        room = Buffer.empty(fused.elements, fused.dtype, arrays[0])
+        results = None
+        if self._outputs is not None:
+            results = [self._outputs[i].flat for i in fused.members]
+        np.concatenate([array.ravel() for array in arrays], out=room.array)
+        return partial(self._send, fused.planned, room, results, deadline)
+
+    def _send(
+        self, planned: Planned, room: Buffer, results: Sequence[Array] | None, deadline: Deadline
+    ) -> None:
+        """Reduce several arrays that were copied into one buffer.
+
+        Args:
+            room: buffer with the copies, one after the other.
+            results: arrays that receive the results; None on a rank that gets no result.
+        """
+        self.path.carry(planned, room, None if results is None else room, deadline)
+        start = 0
+        for result in results or ():
+            result[:] = room.array[start : start + result.size]
+            start += result.size
+
+    def _batched(
+        self, pairs: Sequence[tuple[Array, Output]], planned: Planned, deadline: Deadline
+    ) -> Callable[[], None]:
+        """Return a function that all-reduces several GPU arrays in one batch, without packing them.
+
+        Args:
+            pairs: the arrays, each with the output for its result.
+        """
+        out = self._call.out
+        # Unless this holds, a result may overlap the input of another array.
+        apart = out is None or out is self._call.x
+        buffers = []
+        for array, output in pairs:
+            src = array.ravel()
+            dtype = planned.request.dtype
+            assert dtype is not None
+            if not apart:
+                src = src.copy()
+            elif np.may_share_memory(src, output.flat):
+                src = output.flat  # in place
+            buffers.append((Buffer(src, dtype), Buffer(output.flat, dtype)))
+        backend = self.path.backend
+
+        def start(src: None, dst: None, deadline: Deadline) -> None:
+            with backend.batch():
+                for source, target in buffers:
+                    planned.plan(source, target, deadline)
+
+        batch = Planned(planned.request, start, fixed=True)
+        return partial(self.path.carry, batch, None, None, deadline)
+
+
+class StructureReduceScatter(Call):
+    """Reduction of a structure in which each rank gets a piece of every leaf.
+
+    A rank's pieces of all leaves of one dtype form one message.
+
+    Args:
+        call: the call, as the program made it.
+    """
+
+    operation = "reduce_scatter"
+
+    def __init__(self, call: FoldCall) -> None:
+        path = self.path = call.path
+        self._call = call
+        self._leaves = leaves = views(path, self.operation, call.x)
+        nesting = nested.skeleton(call.x)
+        shapes = [[leaf.dtype.name, *leaf.array.shape] for leaf in leaves]
+        structure = str(nesting), str(shapes), str(call.counts)
+        cuts = [call.cut(leaf) for leaf in leaves]
+        self._rows = rows = [cut[0] for cut in cuts]
+        self._sizes = sizes = [cut[1] for cut in cuts]
+        self._messages = []
+        for dtype, members in by_dtype(leaves).items():
+            elements = [
+                sum(sizes[i][rank] * rows[i].inner for i in members) for rank in range(path.size)
+            ]
+            on_host, shape = type(leaves[members[0]].array) is np.ndarray, (sum(elements),)
+            key = (
+                self.operation, dtype, shape, call.op, call.order, on_host, call.axis, *structure,
+            )  # fmt: skip
+            planned = path.plans.get(key) or call.plan_fold(
+                key, dtype, shape, on_host, elements, axis=call.axis,
+                counts=call.agreed_counts, leaves=shapes, nesting=nesting,
+            )  # fmt: skip
+            if not planned.takes_gpus:
+                for i in members:
+                    leaves[i] = staged(path, leaves[i])
+                    rows[i], _ = call.cut(leaves[i])
+            self._messages.append(_Fused(dtype, members, elements[path.rank], planned))
+        outs = outputs_of(self.operation, call.out, nesting, len(leaves), "input", path.who)
+        self._outputs = [
+            Output(
+                self.operation, out, leaf.adapter, r.shape_with(s[path.rank]), leaf.dtype,
+                leaf.array,
+            )
+            for out, leaf, r, s in zip(outs, leaves, rows, sizes)
+        ]  # fmt: skip
+        self.run_by(nearest(leaves))
+
+    def run(self, deadline: Deadline) -> Any:
+        # Copy all inputs before the first result is written: a result may overlap an input.
+        inputs = []
+        for fused in self._messages:
+            pieces = [
+                self._rows[i].piece(self._sizes[i], rank)
+                for rank in range(self.path.size)
+                for i in fused.members
+            ]
+            inputs.append(np.concatenate(pieces))
+        for fused, packed in zip(self._messages, inputs):
+            src = Buffer(packed, fused.dtype)
+            dst = Buffer.empty(fused.elements, fused.dtype, src.array)
+            self.path.carry(fused.planned, src, dst, deadline)
+            start = 0
+            for i in fused.members:
+                length = self._sizes[i][self.path.rank]
+                stop = start + length * self._rows[i].inner
+                self._rows[i].restore(dst.array[start:stop], self._outputs[i].flat, length)
+                start = stop
+        return nested.rebuild(self._call.x, iter([output.finish() for output in self._outputs]))

@@ -1,67 +1,404 @@
-"""Calls that join pieces: ``gather``, ``all_gather``, ``all_to_all``."""
+"""Calls that join pieces: ``gather``, ``all_gather``, ``all_to_all``.
+
+This module has the whole way of such a call, except for the transport: the constructors check the
+arguments, :meth:`Pieces.plan_pieces` plans, :meth:`Pieces.run` compares the ranks' calls,
+:meth:`Pieces.recover` plans again if the pieces are uneven, and :meth:`Pieces._send` moves the
+pieces and joins them.
+"""
 
 from __future__ import annotations
 
+import sys
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Self
+from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
+from collective.algorithms.pieces import check_counts, split_sizes
 from collective.deadline import Deadline
-from collective.errors import InvalidArgumentError, ShapeError
+from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
 from collective.memory import nested
+from collective.memory.arrays import NUMBERS
 from collective.memory.buffer import Buffer, Spot
-from collective.memory.numbers import NUMBERS
 from collective.request import Request
 
+from ..output import Output, outputs_of
 from ..path import Path
-from ..planned import Planned
-from ..rows import check_counts, split_sizes
 from ..streams import nearest
-from .call import Call, Header
-from .device import straight
-from .pieces import Leaf, Pieces
-from .structure import bytes_of
-from .views import Array, View, view, views
+from .call import Call, Header, Planned, straight
+from .heads import HEAD_BYTES, Head
+from .views import UINT8, Array, Leaf, View, adapter_for, bytes_of, elements_of, view, views, where
 
-__all__ = ["AllGather", "AllToAll", "Gather"]
+__all__ = ["AllGather", "AllToAll", "Gather", "Pieces", "assemble"]
+
+
+class Pieces(Call):
+    """Call that moves pieces. The ranks' pieces may have different numbers of rows.
+
+    The call is planned as if every rank had as many rows as this rank. The ranks compare their
+    calls. If the calls differ only in lengths, all ranks continue with a plan for the true lengths.
+
+    Attributes:
+        leaves: arrays of the call.
+        nesting: nesting of the arrays; 0 for one array.
+        expected: number of rows of each leaf from each rank: the caller's lengths, or as if all
+            ranks had as many rows as this rank.
+        planned: plan for the expected numbers of rows.
+        expects: length that the caller expects from each rank, as in :attr:`Path.expects`.
+        compares: whether the ranks compare their calls before they send data; only of importance
+            if the transport does not compare calls by itself.
+    """
+
+    leaves: list[Leaf]
+    nesting: Any
+    expected: Sequence[Sequence[int]]
+    planned: Planned
+    expects: Sequence[int] | None = None
+    compares: bool = True
+
+    # -- methods of each operation --------------------------------------------------------
+
+    @abstractmethod
+    def pack(self) -> Array:
+        """Return this rank's pieces as contiguous bytes."""
+
+    @abstractmethod
+    def join_small(
+        self, payloads: list[Array], src: Buffer, dst: Buffer, deadline: Deadline
+    ) -> None:
+        """Write the result of equal small arrays, whose bytes came with the digests."""
+
+    @abstractmethod
+    def uneven(self, headers: Sequence[Header]) -> tuple[Sequence[Sequence[int]], Planned]:
+        """Return the number of rows of each leaf from each rank, and the plan for these numbers.
+
+        Raises:
+            MismatchError: the calls differ in more than the numbers of rows.
+        """
+
+    @abstractmethod
+    def received_elements(self, planned: Planned) -> Sequence[int] | None:
+        """Return the number of elements from each rank; None if this rank gets no result.
+
+        As in :attr:`Request.elements`, the elements of a structure are bytes.
+        """
+
+    def offset(self, planned: Planned) -> int | None:
+        """Return the offset of this rank's input in the result, in elements.
+
+        Return None if the result does not contain this rank's input as one contiguous piece.
+        """
+        return None
+
+    # -- the call ------------------------------------------------------------------------
+
+    def run(self, deadline: Deadline) -> Any:
+        planned = self._compared(deadline) if self.compares else self.planned
+        return self._send(self.expected, planned, deadline)
+
+    def recover(self, headers: Sequence[Header], deadline: Deadline) -> Any:
+        rows, planned = self.uneven(headers)
+        return self._send(rows, planned, deadline)
+
+    def _send(self, rows: Sequence[Sequence[int]], planned: Planned, deadline: Deadline) -> Any:
+        """Move the pieces; return the result.
+
+        Args:
+            rows: number of rows of each leaf from each rank.
+        """
+        if any(sum(lengths) > sys.maxsize for lengths in rows):
+            raise ShapeError(
+                f"{self.operation}: the result would have {max(map(sum, rows))} rows, more than an "
+                f"array can have ({sys.maxsize}) {self.path.who}. Join along an axis with fewer."
+            )
+        if self.nesting == 0:
+            return self._send_array(sum(rows[0]), planned, deadline)
+        nbytes = self.received_elements(planned)
+        src, dst = Buffer(self.pack(), UINT8), None
+        if nbytes is not None:
+            dst = self.path.allocate(Buffer.empty, sum(nbytes), UINT8, src.array)
+        self.path.carry(planned, src, dst, deadline)
+        if nbytes is None or dst is None:
+            return None
+        messages = np.split(dst.array, list(accumulate(nbytes))[:-1])
+        return assemble(
+            self.operation, messages, self.leaves, rows, nested.flatten(self.x), self.out,
+            self.nesting, self.x, self.path.who,
+        )  # fmt: skip
+
+    def _send_array(self, total: int, planned: Planned, deadline: Deadline) -> Any:
+        """Move one array directly from its memory to the memory of the result.
+
+        Args:
+            total: number of rows of the result.
+        """
+        path, what, leaf = self.path, self.operation, self.leaves[0]
+        misfit: Exception | None = None
+        output = None
+        if self.receives:
+            shape, dtype, near = leaf.shape_with(total), leaf.dtype, leaf.array
+            try:
+                output = Output(what, self.out, leaf.adapter, shape, dtype, near)
+            except (DeviceError, DtypeError, InvalidArgumentError, ShapeError) as error:
+                # The peers are already in this call, so complete it with new memory, and raise
+                # afterwards.
+                misfit = error
+                output = path.allocate(Output, what, None, leaf.adapter, shape, dtype, near)
+            except BaseException as error:
+                # There is no memory for the result, and the peers are already in this call.
+                path.fail_halfway(error)
+                raise
+        flat = leaf.array.ravel()
+        src, dst = Buffer(flat, leaf.dtype), None
+        if output is not None:
+            target = leaf.target(output.flat)
+            if np.may_share_memory(flat, target):
+                at = self.offset(planned)
+                own = None if at is None else Buffer(target[at : at + flat.size], leaf.dtype)
+                if own is None or src.address != own.address:
+                    src = Buffer(flat.copy(), leaf.dtype)
+            dst = Buffer(target, leaf.dtype)
+        path.carry(planned, src, dst, deadline)
+        if misfit is not None:
+            raise misfit
+        if output is None:
+            return None
+        leaf.restore(target, output.flat, total)
+        return output.finish()
+
+    # -- comparing calls --------------------------------------------------------------------
+
+    def _compared(self, deadline: Deadline) -> Planned:
+        """Compare the ranks' calls if the transport does not; return the plan to run.
+
+        If the arrays are small, their bytes travel with the comparison. Then the plan only joins
+        these bytes.
+
+        Raises:
+            Disagreement: the calls differ.
+        """
+        path, request = self.path, self.planned.request
+        if path.agree_first:
+            path.compare_calls(request, deadline)
+        elif path.agree_sizes or request.options.get("device"):
+            payloads = _exchange_heads(path, request, self.pack(), deadline)
+            if payloads is not None:
+                return Planned(request, partial(self.join_small, payloads))
+        return self.planned
+
+    def plan_pieces(
+        self, axis: int, counts: Sequence[int] | None, sent: list[list[int]] | None = None
+    ) -> Planned:
+        """Return the plan for ``counts``, or as if all ranks had as many rows as this rank.
+
+        Args:
+            axis: axis along which the lengths may differ.
+            counts: number of rows of each rank, if they are known.
+            sent: in ``all_to_all``, number of rows of each leaf that this rank sends to each rank.
+        """
+        path, what, leaves, nesting = self.path, self.operation, self.leaves, self.nesting
+        fixed = counts is not None
+        shapes = tuple((leaf.dtype, leaf.shape_with(-1 if fixed else leaf.length))
+                       for leaf in leaves)  # fmt: skip
+        device = where(path, leaves[0].array) if leaves else None
+        # Equal calls must have equal digests, so only unusual expectations are part of the request.
+        expects = list(self.expects) if self.expects else None
+        if expects is not None and expects == self.expected[0]:
+            expects = None
+        key = (
+            what, shapes, str(nesting), self.root, axis, str(counts), str(sent), device,
+            self.hosted, str(expects),
+        )  # fmt: skip
+        planned = path.plans.get(key)
+        if planned is not None:
+            return planned
+        incoming = None
+        if sent is not None:
+            elements = self.elements_of(sent)
+            incoming = self.elements_of([[rows[path.rank]] * path.size for rows in sent])
+        else:
+            elements = self.elements_of([counts or [leaf.length] * path.size for leaf in leaves])
+        options: dict[str, Any] = {
+            "axis": axis or None, "sizes": sent, "elements": elements, "incoming": incoming,
+            "counts": None if counts is None else list(map(int, counts)), "device": device,
+            "alike": sent is not None, "object": self.hosted == "object" or None,
+            "expects": expects,
+        }  # fmt: skip
+        if nesting == 0:
+            (dtype, shape), *_ = shapes
+            request = Request(what, dtype, shape, root=self.root, **options)
+        else:
+            names = [[dtype.name, *shape] for dtype, shape in shapes]
+            request = Request(what, root=self.root, leaves=names, nesting=nesting, **options)
+        return path.remember(key, path.planned(request))
+
+    def elements_of(self, rows: Sequence[Sequence[int]]) -> list[int]:
+        """Return for each rank the number of elements of its array, or of bytes of its structure.
+
+        Args:
+            rows: for each leaf, the number of rows of each rank.
+        """
+        return elements_of(self.leaves, rows, self.path.size, in_bytes=self.nesting != 0)
+
+    def rows_of(self, headers: Sequence[Header]) -> list[list[int]]:
+        """Return the number of rows of each leaf of each rank, from the ranks' headers.
+
+        Raises:
+            MismatchError: the headers differ in more than the numbers of rows.
+        """
+        count = len(self.leaves)
+        rows: list[list[int]] = [[] for _ in range(count)]
+        reference: Any = None
+        for header in headers:
+            options = dict(header["options"])
+            options.pop("sizes", None)
+            options.pop("expects", None)
+            leaves = options.pop("leaves", None) or [[header["dtype"], *(header["shape"] or ())]]
+            axis = options.get("axis") or 0
+            rest = []
+            for k, (name, *shape) in enumerate(leaves):
+                at = axis % len(shape) if shape else 0
+                rest.append((name, shape[:at], shape[at + 1 :]))
+                if k < count and shape:
+                    rows[k].append(shape[at])
+            fixed = (header["operation"], options, rest)
+            if reference is None:
+                reference = fixed
+            if fixed != reference or len(leaves) != count:
+                self.path.raise_mismatch(headers)
+        return rows
+
+    def compare_lengths(
+        self, headers: Sequence[Header], sent: Sequence[Sequence[int]], receivers: Sequence[int]
+    ) -> None:
+        """Compare what the receivers expect with what the senders pass, if the callers state it.
+
+        Args:
+            sent: for each sender, the length that each rank gets.
+            receivers: ranks that get a result.
+
+        Raises:
+            MismatchError: some receiver expects another length than its sender passes.
+        """
+        if self.expects is None:
+            return
+        fit = True
+        for receiver in receivers:
+            alike = [sent[receiver][receiver]] * self.path.size
+            expects = headers[receiver]["options"].setdefault("expects", alike)
+            fit = fit and expects == [lengths[receiver] for lengths in sent]
+        if not fit:
+            self.path.raise_mismatch(headers)
+
+
+def _exchange_heads(
+    path: Path, request: Request, payload: Array, deadline: Deadline
+) -> list[Array] | None:
+    """Compare ``request`` on all ranks, and give every rank the payloads if they are small.
+
+    On transports that compare no calls, this function compares them, by one message from each
+    rank. If digests differ, it calls :meth:`Path.compare_calls`, which exchanges the ranks'
+    headers.
+
+    Args:
+        payload: contiguous bytes; ranks that make the same call pass the same number of bytes. A
+            payload on a GPU is not sent.
+
+    Returns:
+        The ranks' payloads, in rank order; None if the payloads are too long or on a GPU.
+
+    Raises:
+        Disagreement: the calls differ.
+    """
+    if not isinstance(payload, np.ndarray):
+        path.compare_calls(request, deadline)
+        return None
+    head = Head(1)
+    head.words[0] = request.digest
+    head.put(payload)
+    received = Buffer.empty(HEAD_BYTES * path.size, UINT8)
+    lengths = [HEAD_BYTES] * path.size
+    plan = path.head_plan(request.operation, request, request.root, "all_gather", lengths)
+    path.carry(plan, head.buffer, received, deadline)
+    heads = [Head(1, words) for words in received.array.reshape(path.size, HEAD_BYTES)]
+    if any(other.words[0] != request.digest for other in heads):
+        # All ranks have the same words, so either all ranks come here or none. compare_calls()
+        # raises Disagreement with the ranks' headers.
+        path.compare_calls(request, deadline)
+    # Equal calls have payloads of equal length: either all of them are in the heads, or none.
+    payloads = [other.inline(payload.size) for other in heads]
+    return [inline for inline in payloads if inline is not None] or None
+
+
+def assemble(
+    what: str, messages: Sequence[Array], leaves: Sequence[Leaf], rows: Sequence[Sequence[int]],
+    likes: Sequence[Any], out: Any, nesting: Any, template: Any, who: str,
+) -> Any:  # fmt: skip
+    """Turn received bytes into arrays, and the arrays into a structure.
+
+    Args:
+        messages: bytes from each sender: its pieces of all leaves, one after the other.
+        leaves: leaves with the dtypes and the rows of the pieces.
+        rows: for each leaf, the number of rows from each sender.
+        likes: model of each leaf's array: an array, the name of a framework, or None.
+        out: structure or array that receives the result, or None.
+        nesting: nesting of the result; 0 for one array.
+        template: structure whose keys and classes the result takes, if it is nested alike.
+        what, who: the operation and this rank, for errors.
+    """
+    positions = [0] * len(messages)
+    outs = outputs_of(what, out, nesting, len(leaves), "result", who)
+    results = []
+    for leaf, lengths, like, leaf_out in zip(leaves, rows, likes, outs):
+        pieces = []
+        for sender, (message, length) in enumerate(zip(messages, lengths)):
+            nbytes = length * leaf.inner * leaf.dtype.itemsize
+            pieces.append(message[positions[sender] : positions[sender] + nbytes])
+            positions[sender] += nbytes
+        raw = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        # The bytes become elements of a wider type, of at most 16 bytes, and must be aligned.
+        if Buffer(raw, UINT8).address % 16:
+            raw = raw.copy()
+        total = sum(lengths)
+        model = leaf_out if like is None and leaf_out is not None else like
+        adapter = adapter_for(model, on_gpu=not isinstance(raw, np.ndarray))
+        # The bytes are on the current stream. The result must be on the stream of the given array.
+        near = raw if isinstance(leaf.array, np.ndarray) else leaf.array
+        output = Output(what, leaf_out, adapter, leaf.shape_with(total), leaf.dtype, near)
+        leaf.restore(raw.view(leaf.dtype.storage), output.flat, total)
+        results.append(output.finish())
+    if nesting == 0:
+        return results[0]
+    fits = template is not None and nested.skeleton(template) == nesting
+    return nested.rebuild(template if fits else nesting, iter(results))
+
+
+# -- operations ------------------------------------------------------------------------------------
 
 
 class _Collection(Pieces):
-    """Call that joins the ranks' arrays, at one rank or at all ranks.
+    """Call that joins the ranks' arrays, at one rank or at all ranks."""
 
-    Args:
-        path: path of the communicator.
-        x, counts, axis, out: arguments that the caller passed.
-        root: rank that gets the result; None for a result on every rank.
-        hosted: as in :func:`.views.view`.
-    """
-
-    def __init__(
-        self, path: Path, x: Any, root: int | None, counts: Sequence[int] | None, axis: int,
-        out: Any, hosted: str = "",
-    ) -> None:  # fmt: skip
-        self.path = path
-        self.x = x
-        self.root = root
-        self.receives = root is None or root == path.rank
-        self.axis = axis
-        self.out = out
-        self.hosted = hosted
+    def __init__(self, path: Path, x: Any, **arguments: Any) -> None:
+        super().__init__(path, x, **arguments)
         self.expects = path.expects
-        self._counts = None if counts is None else check_counts(self.operation, counts, path.size)
+        if self.counts is not None:
+            self.counts = check_counts(self.operation, self.counts, path.size)
 
     def plan_for_c(self) -> Planned | None:
         return self._plan_of(view(self.path, self.operation, self.x))
 
     def known_plan(self, spot: Spot) -> tuple[Planned | None, tuple[int, ...] | None]:
-        if self._counts is None or self.axis != 0:
+        if self.counts is None or self.axis != 0:
             return None, None
         planned = self.path.plans.get(self._key(spot.dtype, spot.shape, False))
-        return planned, (sum(self._counts), *spot.shape[1:]) if self.receives else None
+        return planned, (sum(self.counts), *spot.shape[1:]) if self.receives else None
 
     def _key(self, dtype: Any, shape: tuple[int, ...], on_host: bool) -> Any:
-        counts = None if self._counts is None else tuple(self._counts)
+        counts = None if self.counts is None else tuple(self.counts)
         return (
             self.operation, dtype, shape, self.root, self.axis, counts, on_host, self.hosted,
             tuple(self.expects or ()),
@@ -74,7 +411,7 @@ class _Collection(Pieces):
         if planned is None:
             self.leaves, self.nesting = [Leaf(self.operation, seen, self.axis)], 0
             self._prepare_lengths()
-            planned = self.path.remember(key, self.plan_pieces(self.axis, self._counts))
+            planned = self.path.remember(key, self.plan_pieces(self.axis, self.counts))
         return planned
 
     def prepare(self) -> Call:
@@ -87,13 +424,13 @@ class _Collection(Pieces):
             self.leaves = [Leaf(what, leaf, self.axis) for leaf in seen]
             self._refuse_numbers()
             self._prepare_lengths()
-            self.planned = self.plan_pieces(self.axis, self._counts)
+            self.planned = self.plan_pieces(self.axis, self.counts)
         else:
             array = view(path, what, x, self.hosted)
             self.planned = self._plan_of(array)
             self.leaves, self.nesting = [Leaf(what, array, self.axis)], 0
             self._prepare_lengths()
-        self.compares = self._counts is None or path.agree_first
+        self.compares = self.counts is None or path.agree_first
         self.run_by(nearest(self.leaves))
         return self
 
@@ -109,15 +446,15 @@ class _Collection(Pieces):
     def _prepare_lengths(self) -> None:
         """Set the expected lengths; check that the counts are the lengths of this rank's arrays."""
         path = self.path
-        self.expected = [self._counts or [leaf.rows.length] * path.size for leaf in self.leaves]
-        if self._counts is None:
+        self.expected = [self.counts or [leaf.length] * path.size for leaf in self.leaves]
+        if self.counts is None:
             return
-        expected = self._counts[path.rank]
+        expected = self.counts[path.rank]
         for leaf in self.leaves:
-            if leaf.rows.length != expected:
+            if leaf.length != expected:
                 raise ShapeError(
                     f"{self.operation}: counts give rank {path.rank} {expected} rows; its array "
-                    f"has {leaf.rows.length} {path.who}."
+                    f"has {leaf.length} {path.who}."
                 )
 
     def pack(self) -> Array:
@@ -138,7 +475,7 @@ class _Collection(Pieces):
         return sum(planned.request.elements[: self.path.rank])
 
     def uneven(self, headers: Sequence[Header]) -> tuple[Sequence[Sequence[int]], Planned]:
-        if self._counts is not None:
+        if self.counts is not None:
             self.path.raise_mismatch(headers)
         rows = self.rows_of(headers)
         if self.nesting == 0:
@@ -156,20 +493,7 @@ class Gather(_Collection):
     """See :meth:`Communicator.gather`."""
 
     operation = "gather"
-
-    def __init__(
-        self, path: Path, x: Any, root: Any, counts: Sequence[int] | None, axis: int, out: Any,
-        hosted: str = "",
-    ) -> None:  # fmt: skip
-        root = path.check_rank("gather", "root", root)
-        super().__init__(path, x, root, counts, axis, out if path.rank == root else None, hosted)
-
-    @classmethod
-    def of_plain(
-        cls, path: Path, x: Any, out: Any, *, op: Any = None, order: Any = None, root: Any = None,
-        counts: Any = None,
-    ) -> Self:  # fmt: skip
-        return cls(path, x, root, counts, 0, out)
+    rooted = to_root = True
 
 
 class AllGather(_Collection):
@@ -177,41 +501,11 @@ class AllGather(_Collection):
 
     operation = "all_gather"
 
-    def __init__(
-        self, path: Path, x: Any, counts: Sequence[int] | None, axis: int, out: Any,
-        hosted: str = "",
-    ) -> None:  # fmt: skip
-        super().__init__(path, x, None, counts, axis, out, hosted)
-
-    @classmethod
-    def of_plain(
-        cls, path: Path, x: Any, out: Any, *, op: Any = None, order: Any = None, root: Any = None,
-        counts: Any = None,
-    ) -> Self:  # fmt: skip
-        return cls(path, x, counts, 0, out)
-
 
 class AllToAll(Pieces):
     """See :meth:`Communicator.all_to_all`."""
 
     operation = "all_to_all"
-
-    def __init__(
-        self, path: Path, x: Any, counts: Sequence[int] | None, axis: int, out: Any
-    ) -> None:
-        self.path = path
-        self.x = x
-        self.axis = axis
-        self.out = out
-        self.expects = path.expects
-        self._counts = counts
-
-    @classmethod
-    def of_plain(
-        cls, path: Path, x: Any, out: Any, *, op: Any = None, order: Any = None, root: Any = None,
-        counts: Any = None,
-    ) -> Self:  # fmt: skip
-        return cls(path, x, None, 0, out)
 
     def plan_for_c(self) -> Planned | None:
         self.prepare()
@@ -219,11 +513,12 @@ class AllToAll(Pieces):
 
     def prepare(self) -> Call:
         path, what = self.path, self.operation
+        self.expects = path.expects
         self.nesting = nested.skeleton(self.x)
         self.leaves = [Leaf(what, leaf, self.axis) for leaf in views(path, what, self.x)]
         # For each leaf, the number of rows that this rank sends to each rank.
         self._sent = [
-            split_sizes(what, leaf.rows.length, path.size, self._counts) for leaf in self.leaves
+            split_sizes(what, leaf.length, path.size, self.counts) for leaf in self.leaves
         ]
         # Assume that every rank sends as many rows as this rank, until the headers show otherwise.
         self.expected = [[rows[path.rank]] * path.size for rows in self._sent]
@@ -237,7 +532,7 @@ class AllToAll(Pieces):
         size = len(self._sent[0]) if self._sent else 0
         return bytes_of(
             [
-                leaf.rows.piece(rows, rank)
+                leaf.piece(rows, rank)
                 for rank in range(size)
                 for leaf, rows in zip(self.leaves, self._sent)
             ]

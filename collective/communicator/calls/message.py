@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,16 +17,15 @@ from collective.memory.buffer import Buffer
 from collective.memory.overlap import shares_memory
 from collective.native import NOBODY
 
-from ..heads import Head
 from ..listener import CallEvent
 from ..path import Path
-from ..results import exchange_checksums, receive_checksum, send_checksum
-from ..status import NULL, Status
+from ..posted import PostedWork, Steps, post_receive, post_send
+from ..results import compare_messages
 from ..streams import Near, settle, stream_work, with_site, within
-from .contents import WORDS, build_result, check_out, message_of, read_words, room_for
+from .heads import WORDS, Head, build_result, check_out, message_of, read_words, room_for
 from .views import adapter_for
 
-__all__ = ["Recv", "Send", "SendRecv"]
+__all__ = ["NULL", "Message", "Recv", "Send", "SendRecv", "Status"]
 
 _TAGS = 2**31
 
@@ -35,7 +34,32 @@ _TAGS = 2**31
 Direction = tuple[str, "int | None", "int | None", int]
 
 
-class _Message:
+#: Null rank: a message to it is not sent, and a receive from it receives nothing. Arithmetic with
+#: ranks cannot produce this number by accident, as it could produce -2 (``comm.rank - 2``).
+NULL = -(2**30)
+
+
+class Status:
+    """Status of a received message, which ``recv`` fills in.
+
+    Attributes:
+        source: rank that sent the message; ``ANY_SOURCE`` until the message has arrived, ``NULL``
+            if it was received from ``NULL``.
+
+    See Also:
+        MPI_Status.
+    """
+
+    __slots__ = ("source",)
+
+    def __init__(self) -> None:
+        self.source = ANY_SOURCE
+
+    def __repr__(self) -> str:
+        return f"Status(source={self.source})"
+
+
+class Message:
     """One call between two ranks.
 
     The native core makes plain calls (:meth:`try_in_c`). The other calls are made in Python, at
@@ -91,7 +115,7 @@ class _Message:
         return Work.finished(what, out) if async_op else out
 
 
-class Send(_Message):
+class Send(Message):
     """See :meth:`Communicator.send`.
 
     Args:
@@ -124,12 +148,15 @@ class Send(_Message):
             return self.result_of_nobody(what, self._result, async_op)
         dst, tag = _check_peer(path, what, "dst", self.dst), _check_tag(self.tag)
         head, payload, near = message_of(path, what, self.x, self._hosted)
+        if async_op and path.posts(near):
+            sending = _sending(path, head, payload, dst, tag, self._result)
+            return PostedWork(path, f"{what}(tag={tag})", tag, sending, False, seconds)
         run = partial(_send, path, head, payload, dst, tag, seconds, self._result)
         key: Direction = "send", dst, None, tag
         return _post(path, what, key, run, async_op, near, int(head.words[2]))
 
 
-class Recv(_Message):
+class Recv(Message):
     """See :meth:`Communicator.recv`.
 
     Args:
@@ -190,6 +217,10 @@ class Recv(_Message):
         tag = _check_tag(self.tag)
         near = check_out(path, what, self.out)
         adapter_for(self.like)
+        if (async_op or path.receives) and path.posts(near):
+            steps = self._receiving(src, tag, near)
+            work = PostedWork(path, f"{what}(tag={tag})", tag, steps, True, limit)
+            return work if async_op else work.finish(limit)
         if path.lanes:
             _refuse_overlap(path, src, tag)
         run = partial(self._receive, src, tag, limit, near)
@@ -197,19 +228,40 @@ class Recv(_Message):
         return _post(path, what, key, run, async_op, near, heard=self._heard)
 
     def _receive(self, src: int, tag: int, limit: float | Deadline, near: Near | None) -> Any:
-        path, out = self.path, self.out
-        deadline = Deadline.of(limit)
+        path, deadline = self.path, Deadline.of(limit)
         head = Head(WORDS)
         source = path.transfer(path.backend.recv, head.buffer, src, tag, deadline)
+        words, payload, follows, direct = self._room(head, source)
+        if follows:
+            path.transfer(path.backend.recv, payload, source, tag + path.payload_tag, deadline)
+        if path.results is not None:
+            received = head, payload if follows else None
+            compare_messages(path, "recv", None, received, None, source, tag, deadline)
+        return self._result(source, words, payload, direct, near, deadline)
+
+    def _receiving(self, src: int, tag: int, near: Near | None) -> Steps:
+        """Receive the message in steps, without waiting."""
+        path, head = self.path, Head(WORDS)
+        first = post_receive(path, head.buffer.array, src, tag)
+        yield (first,)
+        words, payload, follows, direct = self._room(head, first.source)
+        if follows:
+            yield (post_receive(path, payload.array, first.source, tag + path.payload_tag),)
+        return self._result(first.source, words, payload, direct, near, Deadline(path.timeout))
+
+    def _room(self, head: Head, source: int) -> tuple[Sequence[int], Buffer, bool, bool]:
+        """Return the words of a head, and what :func:`room_for` returns for them."""
         if self._status is not None:
             self._status.source = source
         words = read_words(self._what, head)
-        like = self.like if out is None else out
-        payload, follows, direct = room_for(path, head, words, out, like)
-        if follows:
-            path.transfer(path.backend.recv, payload, source, tag, deadline)
-        if path.results is not None:
-            receive_checksum(path, head, payload if follows else None, source, tag, deadline)
+        like = self.like if self.out is None else self.out
+        return words, *room_for(self.path, head, words, self.out, like)
+
+    def _result(
+        self, source: int, words: Sequence[int], payload: Buffer, direct: bool,
+        near: Near | None, deadline: Deadline,
+    ) -> Any:  # fmt: skip
+        path, out = self.path, self.out
         result = out
         if not direct:
             result = build_result(
@@ -220,7 +272,7 @@ class Recv(_Message):
         return result
 
 
-class SendRecv(_Message):
+class SendRecv(Message):
     """See :meth:`Communicator.sendrecv`."""
 
     def __init__(
@@ -267,7 +319,8 @@ class SendRecv(_Message):
         send: Direction = "send", dst, None, tag
         recv: Direction = "recv", None, src, tag
         key, nbytes = (what, dst, src, tag), int(head.words[2])
-        if dst == path.rank or not (async_op or _is_busy(path, send) or _is_busy(path, recv)):
+        busy = async_op or path.receives or _is_busy(path, send) or _is_busy(path, recv)
+        if dst == path.rank or not busy:
             run = partial(self._both_ways, head, payload, dst, src, tag, like, seconds)
             return _post(path, what, key, run, async_op, near, nbytes)
         # Each half waits for its turn among the messages that are in flight already, so the
@@ -275,9 +328,13 @@ class SendRecv(_Message):
         # that of both halves.
         if payload is not None and self.out is not None and shares_memory(payload.array, self.out):
             payload = Buffer(payload.array.copy(), payload.dtype)
+        receive = Recv(path, self.out, src, tag, like, None, what, heard=True)
+        if path.posts(near) and check_out(path, what, self.out) is None:
+            both = _both(path, head, payload, dst, tag, receive._receiving(src, tag, None))
+            work = PostedWork(path, f"{what}(tag={tag})", tag, both, True, seconds)
+            return work if async_op else work.finish(seconds)
         sending = partial(_send, path, head, payload, dst, tag, seconds, None)
         sent = _post(path, what, send, sending, True, near, heard=True)
-        receive = Recv(path, self.out, src, tag, like, None, what, heard=True)
         received = path.post(receive, seconds, True)
 
         def wait_for_both() -> Any:
@@ -313,15 +370,16 @@ class SendRecv(_Message):
         words = read_words("sendrecv", coming)
         # Receive into new memory: `out` may overlap `x`, which has not been sent completely.
         received, follows, _ = room_for(path, coming, words, None, like if out is None else out)
+        second = tag + path.payload_tag
         if payload is not None and follows:
-            path.transfer(backend.sendrecv, payload, dst, received, src, tag, deadline)
+            path.transfer(backend.sendrecv, payload, dst, received, src, second, deadline)
         elif payload is not None:  # no empty payload is exchanged: a peer in recv expects none
-            path.transfer(backend.send, payload, dst, tag, deadline)
+            path.transfer(backend.send, payload, dst, second, deadline)
         elif follows:
-            path.transfer(backend.recv, received, src, tag, deadline)
+            path.transfer(backend.recv, received, src, second, deadline)
         if path.results is not None:
             arrivals = coming, received if follows else None
-            exchange_checksums(path, (head, payload), arrivals, dst, src, tag, deadline)
+            compare_messages(path, "sendrecv", (head, payload), arrivals, dst, src, tag, deadline)
         return build_result(path, "sendrecv", src, words, received, out, like)
 
 
@@ -332,9 +390,33 @@ def _send(
     deadline = Deadline(seconds)
     path.transfer(path.backend.send, head.buffer, dst, tag, deadline)
     if payload is not None:
-        path.transfer(path.backend.send, payload, dst, tag, deadline)
+        path.transfer(path.backend.send, payload, dst, tag + path.payload_tag, deadline)
     if path.results is not None:
-        send_checksum(path, head, payload, dst, tag, deadline)
+        compare_messages(path, "send", (head, payload), None, dst, None, tag, deadline)
+    return result
+
+
+def _sending(
+    path: Path, head: Head, payload: Buffer | None, dst: int, tag: int, result: Any
+) -> Steps:
+    """Send a message in steps, without waiting; see :func:`_send`."""
+    items = [post_send(path, head.buffer.array, dst, tag)]
+    if payload is not None:
+        content = payload.array.view(np.uint8)
+        items.append(post_send(path, content, dst, tag + path.payload_tag))
+    yield items
+    return result
+
+
+def _both(
+    path: Path, head: Head, payload: Buffer | None, dst: int, tag: int, receiving: Steps
+) -> Steps:
+    """Send a message and receive one in steps, without waiting."""
+    first = next(receiving)
+    sent = next(_sending(path, head, payload, dst, tag, None))
+    yield first
+    result = yield from receiving
+    yield sent  # a long message is received only once its receiver has seen the head
     return result
 
 

@@ -3,54 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from collective.deadline import Deadline
 from collective.errors import InvalidArgumentError
 from collective.memory import nested
+from collective.memory.arrays import NUMBERS
 from collective.memory.buffer import Buffer, Spot
 from collective.memory.dtypes import DType
-from collective.memory.numbers import NUMBERS
 from collective.ops import ReduceOp, as_op
 from collective.shards import Shards
 
 from ..output import Output, input_buffer
 from ..path import Path
-from ..planned import Planned
-from ..rows import Rows
 from ..streams import Near
-from .call import Call
-from .device import straight
-from .folding import CuttingFoldCall, FoldCall
+from .call import Call, Planned, straight
+from .folding import FoldCall, StructureReduceScatter, StructureReduction
 from .sharded import ShardedFold
-from .structure import StructureReduceScatter, StructureReduction
-from .views import Array, staged, view
+from .views import Array, Leaf, staged, view
 
 __all__ = ["AllReduce", "Reduce", "ReduceScatter", "Reduction", "Scan"]
 
 
 class Reduction(FoldCall):
-    """Fold whose result has the shape of its input: ``all_reduce``, ``reduce``, ``scan``.
-
-    Args:
-        path: path of the communicator.
-        x, op, out, order: arguments that the caller passed.
-        root: rank that gets the result; None for a result on every rank.
-    """
-
-    def __init__(
-        self, path: Path, x: Any, op: str | ReduceOp, out: Any, order: str | Shards | None,
-        root: int | None = None,
-    ) -> None:  # fmt: skip
-        self.path = path
-        self.x = x
-        self.op = op
-        self.out = out
-        self.order = order
-        self.root = root
-        self.receives = root is None or root == path.rank
+    """Fold whose result has the shape of its input: ``all_reduce``, ``reduce``, ``scan``."""
 
     def plan_for_c(self) -> Planned | None:
         if type(self.order) is Shards:
@@ -108,37 +86,12 @@ class AllReduce(Reduction):
 
     operation = "all_reduce"
 
-    @classmethod
-    def of_plain(
-        cls, path: Path, x: Any, out: Any, *, op: Any = "sum", order: Any = None, root: Any = None,
-        counts: Any = None,
-    ) -> Self:  # fmt: skip
-        return cls(path, x, op, out, order)
-
 
 class Reduce(Reduction):
     """See :meth:`Communicator.reduce`."""
 
     operation = "reduce"
-
-    def __init__(
-        self,
-        path: Path,
-        x: Any,
-        root: Any,
-        op: str | ReduceOp,
-        out: Any,
-        order: str | Shards | None,
-    ) -> None:
-        root = path.check_rank("reduce", "root", root)
-        super().__init__(path, x, op, out if path.rank == root else None, order, root)
-
-    @classmethod
-    def of_plain(
-        cls, path: Path, x: Any, out: Any, *, op: Any = "sum", order: Any = None, root: Any = None,
-        counts: Any = None,
-    ) -> Self:  # fmt: skip
-        return cls(path, x, root, op, out, order)
+    rooted = to_root = True
 
 
 class Scan(Reduction):
@@ -146,66 +99,40 @@ class Scan(Reduction):
 
     operation = "scan"
 
-    def __init__(self, path: Path, x: Any, op: str | ReduceOp, out: Any) -> None:
+    def __init__(self, path: Path, x: Any, op: str | ReduceOp, out: Any = None) -> None:
         if as_op(op).name == "avg":
             raise InvalidArgumentError(
                 f"scan: op avg; expected any other {path.who}. Use op='sum' and divide by rank + 1."
             )
-        super().__init__(path, x, op, out, None)
-
-    @classmethod
-    def of_plain(
-        cls, path: Path, x: Any, out: Any, *, op: Any = "sum", order: Any = None, root: Any = None,
-        counts: Any = None,
-    ) -> Self:  # fmt: skip
-        return cls(path, x, op, out)
+        super().__init__(path, x, op=op, out=out)
 
 
-class ReduceScatter(CuttingFoldCall):
+class ReduceScatter(FoldCall):
     """See :meth:`Communicator.reduce_scatter`."""
 
     operation = "reduce_scatter"
-
-    def __init__(
-        self, path: Path, x: Any, op: str | ReduceOp, counts: Sequence[int] | None, axis: int,
-        out: Any, order: str | Shards | None,
-    ) -> None:  # fmt: skip
-        self.path = path
-        self.x = x
-        self.op = op
-        self.counts = counts
-        self.axis = axis
-        self.out = out
-        self.order = order
-
-    @classmethod
-    def of_plain(
-        cls, path: Path, x: Any, out: Any, *, op: Any = "sum", order: Any = None, root: Any = None,
-        counts: Any = None,
-    ) -> Self:  # fmt: skip
-        return cls(path, x, op, None, 0, out, order)
+    cuts = True
 
     def plan_for_c(self) -> Planned | None:
         if type(self.order) is Shards:
             return ShardedFold(self).plan_of_array()
-        _, array, dtype = view(self.path, self.operation, self.x)
-        rows, sizes = self.cut(array)
-        return self._plan_of(array, dtype, rows, sizes)
+        return self._plan_of(*self.cut(view(self.path, self.operation, self.x)))
 
-    def _plan_of(self, array: Array, dtype: DType, rows: Rows, sizes: Sequence[int]) -> Planned:
-        on_host = type(array) is np.ndarray
+    def _plan_of(self, leaf: Leaf, sizes: Sequence[int]) -> Planned:
+        on_host = type(leaf.array) is np.ndarray
         # The ranks compare the counts, so the plan of a call without counts has another digest.
         key = (
-            self.operation, dtype, array.shape, self.op, self.order, on_host, rows.axis,
+            self.operation, leaf.dtype, leaf.shape, self.op, self.order, on_host, leaf.axis,
             None if self.counts is None else tuple(sizes),
         )  # fmt: skip
         planned = self.path.plans.get(key)
         if planned is not None:
             return planned
-        elements = [size * rows.inner for size in sizes]
+        elements = [size * leaf.inner for size in sizes]
         return self.plan_fold(
-            key, dtype, array.shape, on_host, elements, axis=rows.axis, counts=self.agreed_counts
-        )
+            key, leaf.dtype, leaf.shape, on_host, elements, axis=leaf.axis,
+            counts=self.agreed_counts,
+        )  # fmt: skip
 
     def prepare(self) -> Call:
         if type(self.order) is Shards:
@@ -214,24 +141,24 @@ class ReduceScatter(CuttingFoldCall):
             return StructureReduceScatter(self)
         path = self.path
         seen = view(path, self.operation, self.x)
-        rows, sizes = self.cut(seen.array)
-        self._planned = self._plan_of(seen.array, seen.dtype, rows, sizes)
+        leaf, sizes = self.cut(seen)
+        self._planned = self._plan_of(leaf, sizes)
         if not self._planned.takes_gpus:
             seen = staged(path, seen)
-            rows, _ = self.cut(seen.array)
+            leaf, _ = self.cut(seen)
         adapter, array, dtype = seen
         if type(array) is not np.ndarray:
             self.near = Near(array, adapter)
-        self._rows, self._length = rows, sizes[path.rank]
-        shape = rows.shape_with(self._length)
+        self._leaf, self._length = leaf, sizes[path.rank]
+        shape = leaf.shape_with(self._length)
         # The rows, and not x: x is no input of the transport if another axis than the first is cut.
-        self._output = output = Output(self.operation, self.out, adapter, shape, dtype, rows.array)
-        self._src = input_buffer(rows.array, dtype, output, self.out, None)
-        self._piece = rows.target(output.flat)
+        self._output = output = Output(self.operation, self.out, adapter, shape, dtype, leaf.array)
+        self._src = input_buffer(leaf.array, dtype, output, self.out, None)
+        self._piece = leaf.target(output.flat)
         self._dst = Buffer(self._piece, dtype)
         return self
 
     def run(self, deadline: Deadline) -> Any:
         self.path.carry(self._planned, self._src, self._dst, deadline)
-        self._rows.restore(self._piece, self._output.flat, self._length)
+        self._leaf.restore(self._piece, self._output.flat, self._length)
         return self._output.finish()

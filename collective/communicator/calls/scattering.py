@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
+from collective.algorithms.pieces import split_sizes
 from collective.deadline import Deadline
 from collective.errors import InvalidArgumentError
 from collective.memory import dtypes, nested
 from collective.memory.buffer import Buffer
 from collective.request import Disagreement, Request
 
-from ..heads import Head
 from ..path import Path
-from ..planned import Planned
-from ..rows import Rows, split_sizes
 from ..streams import nearest, settle
-from .call import Call, Header
-from .pieces import Leaf
-from .structure import UINT8, ArrivedLeaf, assemble, bytes_of
-from .views import Array, adapter_for, device_view, room_on_gpu, view, views, where
+from .call import Call, Header, Planned
+from .gathering import assemble
+from .heads import Head
+from .views import (
+    UINT8,
+    Array,
+    Leaf,
+    View,
+    adapter_for,
+    bytes_of,
+    device_view,
+    elements_of,
+    room_on_gpu,
+    view,
+    views,
+    where,
+)
 
 __all__ = ["Scatter"]
 
@@ -40,31 +51,13 @@ class Scatter(Call):
     """
 
     operation = "scatter"
+    rooted = True
+    root: int
 
-    def __init__(
-        self, path: Path, x: Any, root: Any, counts: Sequence[int] | None, axis: int, out: Any,
-        like: Any, hosted: str = "",
-    ) -> None:  # fmt: skip
-        self.path = path
-        self.root = path.check_rank("scatter", "root", root)
-        self.x = x
-        self.out = out
+    def __init__(self, path: Path, x: Any = None, **arguments: Any) -> None:
+        super().__init__(path, x, **arguments)
         self._states = path.expects is not None
-        self._counts = counts
-        self._axis = axis
-        self._like = like
-        self._hosted = hosted
-        self._object = hosted == "object" or None
-
-    @classmethod
-    def of_plain(
-        cls, path: Path, x: Any, out: Any, *, op: Any = None, order: Any = None, root: Any = None,
-        counts: Any = None,
-    ) -> Self:  # fmt: skip
-        # On the other ranks, C identifies the call by `out`, and passes `out` as `x`.
-        if path.rank == root:
-            return cls(path, x, root, None, 0, out, None)
-        return cls(path, None, root, None, 0, x, None)
+        self._object = self.hosted == "object" or None
 
     def plan_for_c(self) -> Planned | None:
         path = self.path
@@ -85,11 +78,11 @@ class Scatter(Call):
                 raise InvalidArgumentError(
                     f"scatter: the root passed None {path.who}. Pass an array there."
                 )
-            seen = views(path, self.operation, self.x, self._hosted)
-            self._leaves = [Leaf(self.operation, leaf, self._axis) for leaf in seen]
+            seen = views(path, self.operation, self.x, self.hosted)
+            self._leaves = [Leaf(self.operation, leaf, self.axis) for leaf in seen]
             self._request = self._root_request(self._leaves, nested.skeleton(self.x))
         else:
-            adapter_for(self._like)
+            adapter_for(self.like)
             self._request = self._guessed_request() or Request(
                 self.operation, root=self.root, elements=[0] * path.size, object=self._object
             )
@@ -105,7 +98,7 @@ class Scatter(Call):
         alone = options.get("nesting") == 0
         dtype = dtypes.named(options["leaves"][0][0]) if alone else UINT8
         piece = self._move(self._request, dtype, options.get("sizes", ()), None, deadline)
-        return self._result(self.path.allocate(_Scattered, options), piece, deadline)
+        return self._result(options, self.path.allocate(_leaves_in, options), piece, deadline)
 
     def recover(self, headers: Sequence[Header], deadline: Deadline) -> Any:
         return self._scatter_known(self._options_in(headers), deadline)
@@ -117,11 +110,11 @@ class Scatter(Call):
             options: options of the root's call.
         """
         path = self.path
-        scattered = path.allocate(_Scattered, options)
-        nbytes = scattered.nbytes(path.size)
+        leaves = path.allocate(_leaves_in, options)
+        nbytes = elements_of(leaves, options["sizes"], path.size, in_bytes=True)
         room = None
-        if scattered.on_gpu:
-            models = self._likes(scattered)
+        if "device" in options:
+            models = self._likes(len(leaves))
             model = models[0] if models else None
             near = self._leaves[0].array if self._leaves else device_view(model)
             room = room_on_gpu(path, adapter_for(model, True), nbytes[path.rank], near)
@@ -129,14 +122,14 @@ class Scatter(Call):
         # bytes: dtypes and axes are settled.
         request = Request(self.operation, root=self.root, elements=nbytes, sizes=nbytes)
         try:
-            piece = self._move(request, UINT8, scattered.rows, room, deadline)
+            piece = self._move(request, UINT8, options["sizes"], room, deadline)
         except Disagreement as difference:
             # The ranks have agreed once. A second difference means that one rank has moved on to
             # another call. Break the cycle exception → traceback → frame → exception.
             difference.__traceback__ = None
             headers = difference.headers
         else:
-            return self._result(scattered, piece, deadline)
+            return self._result(options, leaves, piece, deadline)
         path.raise_mismatch(headers)
 
     def _move(
@@ -153,7 +146,7 @@ class Scatter(Call):
         path, src = self.path, None
         if path.rank == self.root:
             pieces = [
-                leaf.rows.piece(cut, rank)
+                leaf.piece(cut, rank)
                 for rank in range(path.size)
                 for leaf, cut in zip(self._leaves, rows)
             ]
@@ -163,42 +156,37 @@ class Scatter(Call):
         path.carry(path.planned(request), src, Buffer(room, dtype), deadline)
         return room.view(np.uint8)
 
-    def _result(self, scattered: _Scattered, piece: Array, deadline: Deadline) -> Any:
+    def _result(
+        self, options: dict[str, Any], leaves: Sequence[Leaf], piece: Array, deadline: Deadline
+    ) -> Any:
         """Return this rank's piece in the form that the caller requested."""
+        rows = [[cut[self.path.rank]] for cut in options["sizes"]]
         result = assemble(
-            self.operation, [piece], scattered.parts(self.path.rank), self._likes(scattered),
-            self.out, scattered.nesting, self.x, self.path.who,
+            self.operation, [piece], leaves, rows, self._likes(len(leaves)), self.out,
+            options["nesting"], self.x, self.path.who,
         )  # fmt: skip
         if not self._leaves:
             settle(self.path, self.operation, piece, deadline)
         return result
 
-    def _likes(self, scattered: _Scattered) -> list[Any]:
-        """Return the model of each leaf of the result."""
-        model = self.out if self.out is not None else self.x if self.x is not None else self._like
+    def _likes(self, count: int) -> list[Any]:
+        """Return the model of each of ``count`` leaves of the result."""
+        model = self.out if self.out is not None else self.x if self.x is not None else self.like
         likes = nested.flatten(model) if nested.is_tree(model) else [model]
-        count = len(scattered.dtypes)
-        return likes if len(likes) == count else [*likes, self._like][:1] * count
+        return likes if len(likes) == count else [*likes, self.like][:1] * count
 
     # -- the root's call -------------------------------------------------------------------
 
     def _root_request(self, leaves: Sequence[Leaf], nesting: Any) -> Request:
         """Return the request of the root's call."""
         path = self.path
-        rows = [
-            split_sizes(self.operation, leaf.rows.length, path.size, self._counts)
-            for leaf in leaves
-        ]
-        widths = [leaf.rows.inner * (leaf.dtype.itemsize if nesting else 1) for leaf in leaves]
+        rows = [split_sizes(self.operation, leaf.length, path.size, self.counts) for leaf in leaves]
         return Request(
-            self.operation, root=self.root, axis=self._axis, nesting=nesting, sizes=rows,
+            self.operation, root=self.root, axis=self.axis, nesting=nesting, sizes=rows,
             object=self._object,
             leaves=[[leaf.dtype.name, *leaf.shape] for leaf in leaves],
             device=where(path, leaves[0].array) if leaves else None,
-            elements=[
-                sum(cut[rank] * width for cut, width in zip(rows, widths))
-                for rank in range(path.size)
-            ],
+            elements=elements_of(leaves, rows, path.size, in_bytes=nesting != 0),
         )  # fmt: skip
 
     def _guessed_request(self) -> Request | None:
@@ -209,18 +197,18 @@ class Scatter(Call):
         allow a guess.
         """
         path, out = self.path, self.out
-        if out is None or not (path.on_host or self._hosted) or nested.is_tree(out):
+        if out is None or not (path.on_host or self.hosted) or nested.is_tree(out):
             return None
-        seen = view(path, self.operation, out, self._hosted)
+        seen = view(path, self.operation, out, self.hosted)
         if not isinstance(seen.array, np.ndarray) or not seen.array.ndim:
             return None
-        leaf = Leaf(self.operation, seen, self._axis)
-        length = leaf.rows.length
+        leaf = Leaf(self.operation, seen, self.axis)
+        length = leaf.length
         return Request(
-            self.operation, root=self.root, axis=self._axis, nesting=0,
+            self.operation, root=self.root, axis=self.axis, nesting=0,
             sizes=[[length] * path.size],
-            leaves=[[leaf.dtype.name, *leaf.rows.shape_with(length * path.size)]],
-            elements=[leaf.rows.inner * length] * path.size,
+            leaves=[[leaf.dtype.name, *leaf.shape_with(length * path.size)]],
+            elements=[leaf.inner * length] * path.size,
         )  # fmt: skip
 
     def _options_of_root(self, deadline: Deadline) -> dict[str, Any]:
@@ -302,41 +290,15 @@ class Scatter(Call):
         return options
 
 
-class _Scattered:
-    """Description of the arrays that the root scatters, from the options of its call.
+def _leaves_in(options: dict[str, Any]) -> list[Leaf]:
+    """Return leaves like those that the root scatters, from the options of its call.
 
-    Attributes:
-        dtypes: dtype of each leaf.
-        rows: for each leaf, the number of rows that each rank gets.
-        nesting: nesting of the structure; 0 for one array.
-        on_gpu: whether the arrays are in GPU memory.
+    Only their dtypes and the shapes of their rows are used: their elements are single bytes.
     """
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.dtypes = [dtypes.named(name) for name, *_ in options["leaves"]]
-        self.rows: Sequence[Sequence[int]] = options["sizes"]
-        self.nesting = options["nesting"]
-        self.on_gpu = "device" in options
-        # Arrays of the leaves' shapes at the root, with elements of one byte: only the shapes of
-        # their rows are used.
-        self._models = [
-            Rows("scatter", np.empty(shape, np.bool_), options["axis"])
-            for _, *shape in options["leaves"]
-        ]
-
-    def nbytes(self, size: int) -> list[int]:
-        """Return the number of bytes of all leaves together that each of ``size`` ranks gets."""
-        return [
-            sum(
-                cut[rank] * model.inner * dtype.itemsize
-                for cut, model, dtype in zip(self.rows, self._models, self.dtypes)
-            )
-            for rank in range(size)
-        ]
-
-    def parts(self, rank: int) -> list[ArrivedLeaf]:
-        """Return a description of each leaf of a rank's piece."""
-        return [
-            ArrivedLeaf(model, dtype, [cut[rank]])
-            for cut, model, dtype in zip(self.rows, self._models, self.dtypes)
-        ]
+    return [
+        Leaf(
+            "scatter", View(adapter_for(None), np.empty(shape, np.bool_), dtypes.named(name)),
+            options["axis"],
+        )
+        for name, *shape in options["leaves"]
+    ]  # fmt: skip

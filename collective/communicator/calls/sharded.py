@@ -15,7 +15,7 @@ import numpy as np
 
 from collective.algorithms import costs, pieces
 from collective.algorithms.folds import Folding
-from collective.algorithms.trees import Schedule, Span
+from collective.algorithms.trees import NodeFolds, Span
 from collective.deadline import Deadline
 from collective.errors import InvalidArgumentError, ShapeError
 from collective.memory import nested
@@ -27,11 +27,9 @@ from collective.request import Request
 from collective.shards import ShardFold, Shards
 
 from ..output import Output, outputs_of
-from ..planned import Planned
-from ..rows import Rows, split_sizes
-from .call import Call
-from .folding import CuttingFoldCall, FoldCall, finish, guarded
-from .views import Array, staged, view
+from .call import Call, Planned
+from .folding import FoldCall, by_dtype, finish, guarded
+from .views import Array, Leaf, View, staged, view
 
 if TYPE_CHECKING:
     from collective.contract.backend import Backend, Plan
@@ -60,12 +58,11 @@ class ShardedFold(Call):
                 f"collective.Shards({shards.total}, comm)."
             )
         self._nesting = nested.skeleton(call.x)
-        self._leaves = leaves = [_Leaf(call, shards, x) for x in nested.flatten(call.x)]
+        self._leaves = leaves = [_ShardedArray(call, shards, x) for x in nested.flatten(call.x)]
         self._outputs = self._make_outputs() if call.receives else []
-        groups: dict[DType, list[int]] = {}
-        for nth, leaf in enumerate(leaves):
-            groups.setdefault(leaf.dtype, []).append(nth)
-        self._messages = [(members, self._planned(members)) for members in groups.values()]
+        self._messages = [
+            (members, self._planned(members)) for members in by_dtype(leaves).values()
+        ]
 
     def _make_outputs(self) -> list[Output]:
         what, leaves, outs = self.operation, self._leaves, [self._call.out]
@@ -81,7 +78,7 @@ class ShardedFold(Call):
         call, path, leaves = self._call, self.path, [self._leaves[nth] for nth in members]
         lengths = [sum(parts) for parts in zip(*(leaf.lengths for leaf in leaves))]
         options: dict[str, Any] = {}
-        if isinstance(call, CuttingFoldCall):
+        if call.cuts:
             options |= {"axis": leaves[0].axis, "counts": call.agreed_counts}
         shape = leaves[0].shape
         if self._nesting != 0:
@@ -162,7 +159,7 @@ class ShardedFold(Call):
             start = stop
 
 
-class _Leaf:
+class _ShardedArray:
     """One array of the call.
 
     Args:
@@ -192,17 +189,18 @@ class _Leaf:
         self.result_shape, self.axis = self.shape, 0
         self.lengths = [math.prod(self.shape)]
         self._what, self._size = call.operation, 0
-        if isinstance(call, CuttingFoldCall):
+        if call.cuts:
             model = self.rows[0] if self.rows else np.empty(self.shape, self.dtype.storage)
-            self._model = Rows(call.operation, model, call.axis)
-            sizes = split_sizes(call.operation, self._model.length, call.path.size, call.counts)
+            self._model, sizes = call.cut(View(self.adapter, model, self.dtype))
             self.axis, self._size = self._model.axis, sizes[call.path.rank]
             self.lengths = [size * self._model.inner for size in sizes]
             self.result_shape = self._model.shape_with(self._size)
 
     def flat(self, row: Array) -> Array:
         """Return the elements of one row, with the axis that is cut moved to the front."""
-        return Rows(self._what, row, self.axis).array.ravel() if self.axis else row.ravel()
+        if self.axis == 0:
+            return row.ravel()
+        return Leaf(self._what, View(self.adapter, row, self.dtype), self.axis).array.ravel()
 
     def restore(self, elements: Array, flat: Array) -> None:
         """Copy the elements of the result into ``flat``, with the axis moved back to its place."""
@@ -296,11 +294,11 @@ class _Exchange:
         self._held = [len(spans) for spans in every]
         spans = every[rank] if folded else [Span(s, s + 1) for s in shards.mine]
         self._rows = [count] * len(spans)
-        self._local = Schedule(spans, shards.total, folding, enters=not folded)
+        self._local = NodeFolds(spans, shards.total, folding, enters=not folded)
         # The nodes arrive in the order of the ranks, which need not be that of their shards.
         arrived = [span for spans in every for span in spans]
         self._order = sorted(range(len(arrived)), key=arrived.__getitem__)
-        self._rest = Schedule([arrived[n] for n in self._order], shards.total, folding, False)
+        self._rest = NodeFolds([arrived[n] for n in self._order], shards.total, folding, False)
         self._steps = self._plan_steps(backend, request)
 
     def _plan_steps(self, backend: Backend, request: Request) -> list[Plan]:

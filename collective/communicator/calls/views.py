@@ -1,31 +1,40 @@
-"""Views of the arrays of any framework as memory, on the CPU or on this rank's GPU."""
+"""Arrays of any framework as memory, on the CPU or on this rank's GPU: views, rows and bytes."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from collective.deadline import Deadline
-from collective.errors import DeviceError, InvalidArgumentError
+from collective.errors import DeviceError, InvalidArgumentError, ShapeError
 from collective.memory import dtypes, nested
-from collective.memory.arrays import Adapter, adapter_like, adapter_of
+from collective.memory.arrays import (
+    NUMBERS,
+    Adapter,
+    Distant,
+    Staged,
+    adapter_like,
+    adapter_of,
+    is_number,
+)
+from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
-from collective.memory.numbers import NUMBERS, is_number
-from collective.memory.through_host import Distant, Staged
 
 from ..output import same_memory
 from ..path import Path
 
 __all__ = [
-    "Array", "View", "adapter_for", "check_device", "device_view", "room_on_gpu", "staged", "view",
-    "views", "where",
+    "UINT8", "Array", "Leaf", "View", "adapter_for", "bytes_of", "check_device", "device_view",
+    "elements_of", "pack", "room_on_gpu", "staged", "unpack", "view", "views", "where",
 ]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
+UINT8 = dtypes.BY_NAME["uint8"]
 # Operations that take Python numbers: their result is then a plain Python value.
 _OF_NUMBERS = {"all_reduce", "reduce", "scan", "broadcast", "gather", "all_gather"}
-_UINT8 = dtypes.BY_NAME["uint8"]
 _new: Any = tuple.__new__
 
 
@@ -139,7 +148,7 @@ def room_on_gpu(path: Path, adapter: Adapter, nbytes: int, near: Any = None) -> 
             stream.
     """
     stream = None if near is None else near.stream
-    return adapter.empty((nbytes,), _UINT8, path.backend.device, stream)
+    return adapter.empty((nbytes,), UINT8, path.backend.device, stream)
 
 
 def device_view(like: Any) -> Any:
@@ -148,3 +157,107 @@ def device_view(like: Any) -> Any:
         return None
     array: Any = adapter_of(like).view(like)[0]
     return None if isinstance(array, np.ndarray) else array
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+class Leaf:
+    """One array of a call as rows: in C order, with the axis that is cut moved to the front.
+
+    Args:
+        what: the operation, for errors.
+        seen: view of the array.
+        axis: axis along which the array is split or joined.
+
+    Attributes:
+        adapter, dtype: adapter and element type of the array.
+        shape: shape of the array as the caller passed it.
+        array: contiguous array of the rows, in the original memory if that is possible.
+        axis: number of the axis, not negative.
+        length: number of rows; an array without dimensions is one row.
+        inner: number of elements in a row.
+
+    Raises:
+        ShapeError: the array has no such axis.
+    """
+
+    __slots__ = ("_rest", "adapter", "array", "axis", "dtype", "inner", "length", "shape")
+
+    def __init__(self, what: str, seen: View, axis: int) -> None:
+        self.adapter, array, self.dtype = seen
+        self.shape = array.shape
+        if not array.shape:
+            array = array.reshape(1)
+        axes = len(array.shape)
+        if not isinstance(axis, int) or not -axes <= axis < axes:
+            raise ShapeError(f"{what}: no axis {axis!r} in an array of {axes} dimensions.")
+        self.axis = axis % axes
+        if self.axis:
+            array = np.moveaxis(array, self.axis, 0)
+        self.array = array if array.flags.c_contiguous else array.copy()
+        self.length = array.shape[0]
+        self._rest = array.shape[1:]
+        self.inner = math.prod(self._rest)
+
+    def shape_with(self, length: int) -> tuple[int, ...]:
+        """Return the shape of the original array with another length of the axis."""
+        rest = self._rest
+        return (*rest[: self.axis], length, *rest[self.axis :])
+
+    def piece(self, counts: Sequence[int], rank: int) -> Array:
+        """Return the rows of one rank as a flat array, if each rank gets ``counts`` rows."""
+        start = sum(counts[:rank])
+        return self.array[start : start + counts[rank]].ravel()
+
+    def target(self, flat: Array) -> Array:
+        """Return memory in which rows can arrive: ``flat`` itself if no axis was moved."""
+        return flat if self.axis == 0 else np.empty_like(flat)
+
+    def restore(self, rows: Array, flat: Array, length: int) -> None:
+        """Copy ``length`` flat rows into ``flat``, with the axis moved back to its place."""
+        if self.axis:
+            moved = np.moveaxis(rows.reshape(length, *self._rest), 0, self.axis)
+            flat[:] = moved.ravel()
+        elif rows is not flat:
+            flat[:] = rows
+
+
+def elements_of(
+    leaves: Sequence[Leaf], rows: Sequence[Sequence[int]], size: int, in_bytes: bool
+) -> list[int]:
+    """Return how many elements of all leaves together each of ``size`` ranks has.
+
+    Args:
+        rows: for each leaf, the number of rows of each rank.
+        in_bytes: if true, count bytes.
+    """
+    widths = [leaf.inner * (leaf.dtype.itemsize if in_bytes else 1) for leaf in leaves]
+    return [sum(cut[rank] * width for cut, width in zip(rows, widths)) for rank in range(size)]
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+def bytes_of(arrays: Sequence[Array]) -> Array:
+    """Return the bytes of the arrays, one after the other, on the device of the first array."""
+    nbytes = sum(array.nbytes for array in arrays)
+    packed = Buffer.empty(nbytes, UINT8, arrays[0] if arrays else None).array
+    pack(arrays, packed)
+    return packed
+
+
+def pack(arrays: Sequence[Array], packed: Array) -> None:
+    """Write the bytes of flat arrays to ``packed``, one after the other."""
+    start = 0
+    for array in arrays:
+        packed[start : start + array.nbytes] = array.view(np.uint8)
+        start += array.nbytes
+
+
+def unpack(packed: Array, arrays: Sequence[Array]) -> None:
+    """Read the bytes of flat arrays from ``packed``, one after the other."""
+    start = 0
+    for array in arrays:
+        array.view(np.uint8)[:] = packed[start : start + array.nbytes]
+        start += array.nbytes

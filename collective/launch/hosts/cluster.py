@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import selectors
 import shlex
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from collective.deadline import Deadline
-from collective.start.host_list import HostSlots
+from collective import RendezvousError
+from collective.inner import Deadline, HostSlots
 from collective.start.network import interfaces, is_loopback
 
-from .agent import BEAT_S
-from .channel import Channel, Message, Output
-from .pulse import Pulse
+from ..agent import Host
+from ..channel import BEAT_S, Channel, Message, Output
+from ..loop import Loop
+from .reachability import Pulse
 
 __all__ = ["Cluster", "Machine", "SignalledError", "Site", "is_this_host"]
 
@@ -60,27 +61,22 @@ class Site(NamedTuple):
     ssh: Sequence[str]
 
 
-class Machine:
-    """A host with its agent.
+class Machine(Host):
+    """A host with the process of its agent.
 
     Attributes:
-        name: name of the host, as given.
-        slots: number of ranks that the host takes.
-        local: whether it is this host.
         hello: first message of the agent.
         address: address at which ranks of other hosts reach ranks of this one; "" until known.
         interface: network interface of the address.
-        pulse: signs of life of the host.
-        lost: why the host is lost; "" while it answers.
-        leaving: whether the host goes down, so that no more ranks may start there.
     """
 
+    pulse: Pulse
+    _loop: Loop | None = None
+
     def __init__(self, host: HostSlots, site: Site) -> None:
-        self.name, self.slots = host
-        self.local = is_this_host(self.name)
+        super().__init__(host.name, host.slots, "", local=is_this_host(host.name))
         self.hello: Message = {}
-        self.address = self.interface = self.lost = ""
-        self.leaving = False
+        self.address = self.interface = ""
         command = [site.python, "-m", "collective.launch.hosts.agent"]
         environment = {**os.environ, "PYTHONPATH": site.path}
         if not self.local:
@@ -106,6 +102,42 @@ class Machine:
         os.set_blocking(self.errors, False)
         self.pulse = Pulse()
         self._complaints = b""
+
+    def attend(self, loop: Loop, heard: Callable[[Message | Output], object]) -> None:
+        self.pulse.hear()  # nobody has listened between two attempts
+        self.listen(loop, heard)
+        loop.watch(self.errors, partial(self._complain, heard))
+
+    def listen(self, loop: Loop, heard: Callable[[Message | Output], object]) -> None:
+        """Pass on what the agent reports, and keep for errors what ssh writes."""
+        self._loop = loop
+        loop.watch(self.channel.incoming, partial(self._hear, heard), is_source=True)
+
+    def _hear(self, heard: Callable[[Message | Output], object]) -> None:
+        for frame in self.receive():
+            heard(frame)
+        if self.lost:
+            heard({"kind": "lost"})
+
+    def _complain(self, heard: Callable[[Message | Output], object]) -> None:
+        """Report what ssh or the agent has written to standard error."""
+        if self.lost:
+            return
+        data = self.complaints()
+        if not data and self._loop is not None:  # the end of the stream
+            self._loop.forget(self.errors)
+        for line in data.decode(errors="surrogateescape").splitlines():
+            heard({"kind": "complaint", "text": line})
+
+    def post(self, frame: Message | Output) -> None:
+        self.channel.post(frame)
+
+    def beat(self) -> None:
+        """Send the agent a sign of life, and what could not be written before."""
+        if self.channel.waiting:
+            self.channel.flush()
+        else:
+            self.channel.post({"kind": "beat"})
 
     def receive(self) -> list[Message | Output]:
         """Return the frames that have come; note in :attr:`lost` if the connection has ended."""
@@ -140,8 +172,10 @@ class Machine:
         return f"{event}: {text}" if text else event
 
     def lose(self, why: str) -> None:
-        """Note that the host is lost, and end the connection."""
-        self.lost = self.lost or why
+        super().lose(why)
+        if self._loop is not None:
+            for descriptor in (self.channel.incoming, self.errors):
+                self._loop.forget(descriptor)
         self.close()
 
     def close(self) -> None:
@@ -168,47 +202,46 @@ class Cluster:
 
     Args:
         machines: hosts in the order of the ranks, then the spare hosts.
-        control: pipe of :func:`collective.launch.watching.watch_over`.
+        control: pipe of :func:`collective.launch.launcher.watch_over`.
     """
 
     def __init__(self, machines: Sequence[Machine], control: int) -> None:
         self.machines = machines
         self._control = control
-        self._numbers = itertools.count()
 
     @property
     def living(self) -> list[Machine]:
         """The hosts that are not lost."""
         return [machine for machine in self.machines if not machine.lost]
 
-    def number(self) -> int:
-        """Return a new number for a process."""
-        return next(self._numbers)
-
     def ask(
         self, kind: str, message: Callable[[Machine], Message] | None, seconds: float
     ) -> dict[Machine, Message]:
-        """Send each living host a message, and return the answer of each.
+        """Send each host a message, and return the answer of each.
 
         Args:
             kind: kind of the answers.
             message: function that returns the message for a host; None to send none.
             seconds: time that the hosts have to answer.
 
-        Returns:
-            The answers of the hosts that have answered. The others are lost.
-
         Raises:
+            RendezvousError: a host has not answered.
             SignalledError: a signal arrived, or the launcher has ended.
         """
         answers: dict[Machine, Message] = {}
         deadline, beat = Deadline(seconds), Deadline(0.0)
-        with selectors.PollSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ)
+        loop = Loop()
+
+        def note(machine: Machine, answer: Message | Output) -> None:
+            if isinstance(answer, dict) and answer.get("kind") == kind:
+                answers[machine] = answer
+
+        with loop.open:
+            loop.watch(self._control, self._heed)
             for machine in self.living:
                 if message is not None:
-                    machine.channel.post(message(machine))
-                selector.register(machine.channel.incoming, selectors.EVENT_READ, machine)
+                    machine.post(message(machine))
+                machine.listen(loop, partial(note, machine))
             while len(answers) < len(self.living):
                 if deadline.expired:
                     for machine in self.living:
@@ -216,25 +249,27 @@ class Cluster:
                             event = f"it did not answer within {seconds:g} s"
                             machine.lose(machine.explained(event))
                     break
-                for key, _ in selector.select(min(BEAT_S, deadline.left())):
-                    if key.data is None:
-                        self._heed()
-                        continue
-                    self._read(key.data, kind, answers)
-                    if key.data.lost:
-                        selector.unregister(key.fd)
+                loop.step((), min(BEAT_S, deadline.left()))
                 if beat.expired:
                     beat = Deadline(BEAT_S)
                     self.beat()
+        self._refuse_lost()
         return answers
 
+    def _refuse_lost(self) -> None:
+        lost = [machine for machine in self.machines if machine.lost]
+        if lost:
+            listed = "\n  ".join(f"host {machine.name}: {machine.lost}" for machine in lost)
+            raise RendezvousError(
+                f"hosts: {len(lost)} of {len(self.machines)} hosts cannot be used:\n  {listed}\n"
+                f"Check that `ssh {lost[0].name} true` works without a password, and that "
+                f"{sys.executable} exists there."
+            )
+
     def beat(self) -> None:
-        """Send all agents a sign of life, and what could not be written before."""
+        """Send all agents a sign of life."""
         for machine in self.living:
-            if machine.channel.waiting:
-                machine.channel.flush()
-            else:
-                machine.channel.post({"kind": "beat"})
+            machine.beat()
 
     def _heed(self) -> None:
         """Raise SignalledError if a signal ends the launch, or the launcher has ended."""
@@ -244,11 +279,6 @@ class Cluster:
         for number in numbers:
             if number not in (signal.SIGTSTP, signal.SIGCONT):
                 raise SignalledError(number)
-
-    def _read(self, machine: Machine, kind: str, answers: dict[Machine, Message]) -> None:
-        for frame in machine.receive():
-            if isinstance(frame, dict) and frame.get("kind") == kind:
-                answers[machine] = frame
 
     def close(self) -> None:
         """End all connections, and with them what still runs on the hosts."""

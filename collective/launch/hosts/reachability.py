@@ -1,25 +1,41 @@
-"""Test of whether each host reaches all others, at the addresses that the ranks will use."""
+"""Whether hosts reach each other: a test before the run, and signs of life during the run.
+
+Each host listens at the address that its ranks will use. Before the run the other hosts connect
+there. During the run the supervisor knocks there, to tell a busy host from one that is cut off.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import math
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from collective.deadline import Deadline
-from collective.start.network import address_of
+from collective.inner import Deadline
 from collective.start.rendezvous import Endpoint
-from collective.start.resolver import own_address_toward
+from collective.start.resolver import listen_toward
 
-__all__ = ["Listener", "reached"]
+from ..channel import BEAT_S
+
+__all__ = ["Listener", "Pulse", "reached"]
 
 # Long enough for a lost packet, which is sent again after a second.
 _CONNECT_S = 2.0
 # Each attempt has a thread, so that dead addresses do not wait for one another.
 _AT_ONCE = 1024
+# A host that is silent for so long is gone, whatever its kernel answers.
+_SILENCE_S = 10.0
+# A host is cut off if its agent has been silent for five beats, and its kernel has answered none of
+# three knocks. Knocks begin after two beats without a sign of life. Beats alone would not do: an
+# agent that is stopped or swapped out for a second sends none, while the kernel still answers. TCP
+# sends a lost beat again after about 0.2 s, and each knock is a connection of its own, so a lost
+# packet does not end a host. The other ranks go on within two seconds (docs/measurements/hosts.md).
+_DOUBT_S, _CUT_OFF_S, _KNOCKS = 2 * BEAT_S, 5 * BEAT_S, 3
 
 
 class Listener:
@@ -33,26 +49,19 @@ class Listener:
         interface: network interface that the ranks will use; empty for the one toward the store.
         store: host and port at which the ranks meet.
         token: text to send.
+        ports: text of the setting ``port``: the ports that the socket may have; empty for any.
 
     Attributes:
         address, port: address of the socket.
 
     Raises:
-        ConfigError: there is no such interface.
+        ConfigError: there is no such interface, or none of the ports is free.
         OSError: the address cannot be used.
     """
 
-    def __init__(self, interface: str, store: tuple[str, int], token: str) -> None:
+    def __init__(self, interface: str, store: tuple[str, int], token: str, ports: str = "") -> None:
         endpoint = Endpoint(store[0], store[1], "the launcher's address")
-        self.address = address_of(interface) if interface else own_address_toward(endpoint)
-        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
-        self._socket = socket.socket(family)
-        try:
-            self._socket.bind((self.address, 0))
-            self._socket.listen(socket.SOMAXCONN)
-        except OSError:
-            self._socket.close()
-            raise
+        self._socket, self.address = listen_toward(endpoint, interface, ports)
         self.port: int = self._socket.getsockname()[1]
         self._token = token.encode()
         self._over = False
@@ -120,3 +129,68 @@ def _reason(address: str, port: int, token: str) -> str:
     except OSError as error:
         return os.strerror(error.errno) if error.errno else str(error)
     return "" if answer == expected else "another host or program answers there"
+
+
+class Pulse:
+    """Signs of life of one host: beats of its agent, four in a second, and answers of its kernel.
+
+    The supervisor knocks at a host that sends no beats: it begins connections, and never uses them.
+    A kernel answers for processes that are stopped, swapped out or starved, too. So an answer shows
+    that a host is only busy. No method blocks.
+
+    Attributes:
+        place: address and port at which the host listens; None as long as they are unknown, and for
+            this host.
+    """
+
+    def __init__(self) -> None:
+        self.place: tuple[str, int] | None = None
+        self._heard = time.monotonic()
+        self._answered = -math.inf
+        self._knocks: list[socket.socket] = []  # since the last answer
+
+    def hear(self) -> None:
+        """Note a sign of life of the agent."""
+        self._heard = time.monotonic()
+        self.forget()
+
+    def is_silent(self) -> bool:
+        """Return whether the agent has been silent for so long that the host is lost."""
+        return time.monotonic() - self._heard > _SILENCE_S
+
+    def is_cut_off(self) -> bool:
+        """Return whether neither the agent nor the host's kernel gives a sign of life.
+
+        Call it at every beat: each call knocks at a host that has been silent for a while.
+        """
+        seconds = time.monotonic() - max(self._heard, self._answered)
+        if self.place is None or seconds <= _DOUBT_S:
+            return False
+        enough = seconds > _CUT_OFF_S and len(self._knocks) >= _KNOCKS
+        attempt = socket.socket(socket.AF_INET6 if ":" in self.place[0] else socket.AF_INET)
+        attempt.setblocking(False)
+        # A kernel that has no such listener answers as well, by a refusal.
+        refused = attempt.connect_ex(self.place) == errno.ECONNREFUSED
+        self._knocks.append(attempt)
+        # The answer to an earlier knock may have come by now, even to the last one.
+        if refused or any(map(_is_answered, self._knocks)):
+            self._answered = time.monotonic()
+            self.forget()
+            return False
+        return enough
+
+    def forget(self) -> None:
+        """Close the connections."""
+        for attempt in self._knocks:
+            attempt.close()
+        self._knocks.clear()
+
+
+def _is_answered(attempt: socket.socket) -> bool:
+    if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED:
+        return True
+    try:
+        attempt.getpeername()
+    except OSError:  # it is not connected
+        return False
+    return True

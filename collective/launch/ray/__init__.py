@@ -18,15 +18,17 @@ For actors whose code cannot import it, name :func:`register` as the hook of the
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
+from typing import Any
 
-from collective.errors import BackendUnavailableError
-from collective.install import hint
+from collective import BackendUnavailableError
+from collective.inner import install
 
 try:
     importlib.import_module("ray")
 except ImportError as _error:
     raise BackendUnavailableError(
-        f"collective.launch.ray: Ray cannot be imported: {_error}. Try `{hint('ray')}`."
+        f"collective.launch.ray: Ray cannot be imported: {_error}. Try `{install.hint('ray')}`."
     ) from _error
 
 from .arrays import (
@@ -36,12 +38,15 @@ from .arrays import (
     NumpyTransport,
     SharedArrays,
     SharedMemoryTransport,
+    register_transports,
 )
 from .group import ActorGroup
-from .registration import NAME, register
 from .running import run
 
 __all__ = ["NAME", "ActorGroup", "register", "run"]
+
+#: Name of the backend for ``ray.util.collective``.
+NAME = "collective"
 
 # Ray's threads import these classes by the names of their modules, perhaps while another thread
 # imports this package. The name of a submodule would be a deadlock: Python locks the submodule and
@@ -50,5 +55,39 @@ for _kind in (
     Ends, GroupTransport, NumpyGroupTransport, NumpyTransport, SharedArrays, SharedMemoryTransport,
 ):  # fmt: skip
     _kind.__module__ = __name__
+
+
+def register(actors: Sequence[Any] = ()) -> None:
+    """Register backend and transports in this process, and in the processes of ``actors``.
+
+    A repeated call does nothing. The import of :mod:`collective.launch.ray` calls this function.
+
+    Args:
+        actors: handles of actors. The function returns when all of them have registered the
+            backend.
+
+    Raises:
+        BackendUnavailableError: this version of Ray has no registration of backends.
+        ray.exceptions.RayError: an actor cannot import this package, or has died.
+    """
+    try:
+        registry = importlib.import_module("ray.util.collective.backend_registry")
+    except ImportError as error:
+        version = importlib.import_module("ray").__version__
+        raise BackendUnavailableError(
+            f"collective.launch.ray: Ray {version} cannot register a backend for "
+            "ray.util.collective. Install Ray 2.58 or newer."
+        ) from error
+    if not registry._global_registry.is_registered(NAME):
+        registry.register_collective_backend(NAME, ActorGroup)
+    register_transports()
+    if actors:
+        importlib.import_module("ray").get([a.__ray_call__.remote(_register) for a in actors])
+
+
+def _register(actor: Any) -> None:
+    """Register the backend in the process of an actor."""
+    register()
+
 
 register()

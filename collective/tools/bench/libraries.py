@@ -9,13 +9,18 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from collective.testing.frameworks import ArrayFramework, encoded, framework
+from collective.inner import ArrayFramework, encoded, framework
 
-__all__ = ["BenchLibrary", "Call", "Memcpy", "Ours", "Unsupported"]
+__all__ = [
+    "BenchLibrary", "Call", "Memcpy", "Mpi", "Ours", "TorchDistributed", "Unsupported",
+    "open_library",
+]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
 # A function without arguments that makes one call; its result may be anything.
@@ -94,10 +99,6 @@ class BenchLibrary(ABC):
             raise Unsupported(f"{self.version} has no {operation}")
         return call
 
-    def result(self, x: Any, y: Any, returned: Any) -> Any:
-        """Return the array with the result of a call: ``y``, or ``x`` if the call is in place."""
-        return x if y is None else y
-
     def synchronize(self) -> None:
         """Wait until the work that was enqueued on the GPU is done."""
         name = self.framework.name
@@ -145,7 +146,7 @@ class Ours(BenchLibrary):
 
     def __init__(self, comm: Any) -> None:
         import collective
-        from collective.errors import DeviceError, DtypeError, UnsupportedError
+        from collective import DeviceError, DtypeError, UnsupportedError
 
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
@@ -196,3 +197,137 @@ class Memcpy(BenchLibrary):
 
     def close(self) -> None:
         """Do nothing: there is no connection to other ranks."""
+
+
+# -- the libraries that are compared with ours, each with its own calls and defaults ---------------
+
+
+class Mpi(BenchLibrary):
+    """mpi4py, by its upper-case methods, which take buffers."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._comm = MPI.COMM_WORLD
+        self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+        version = MPI.Get_library_version().splitlines()[0].partition(",")[0]
+        self.version = " ".join(version.replace("Version:", "").split())
+
+    def calls(self, x: Any, y: Any) -> dict[str, Call]:
+        mpi, comm = self._mpi, self._comm
+        dst, src = self._ring
+        return {
+            "all_reduce": lambda: comm.Allreduce(mpi.IN_PLACE, x),
+            "broadcast": lambda: comm.Bcast(x),
+            "reduce": lambda: comm.Reduce(x, y),
+            "scatter": lambda: comm.Scatter(x, y),
+            "gather": lambda: comm.Gather(x, y),
+            "all_gather": lambda: comm.Allgather(x, y),
+            "reduce_scatter": lambda: comm.Reduce_scatter_block(x, y),
+            "all_to_all": lambda: comm.Alltoall(x, y),
+            "scan": lambda: comm.Scan(x, y),
+            "sendrecv": lambda: comm.Sendrecv(x, dst, recvbuf=y, source=src),
+            "send_recv": self._ping_pong(
+                lambda peer: comm.Send(x, peer), lambda peer: comm.Recv(y, peer)
+            ),
+            "barrier": lambda: comm.Barrier(),
+        }
+
+    def close(self) -> None:
+        self._mpi.Finalize()
+
+
+class TorchDistributed(BenchLibrary):
+    """torch.distributed over Gloo and, for GPUs, NCCL, or over our plug-in.
+
+    Args:
+        folder: folder for the file at which the ranks meet.
+        rank, size: this rank, and number of ranks; by default RANK and WORLD_SIZE.
+        plugin: whether our plug-in makes the calls.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int | None = None, size: int | None = None, *,
+        plugin: bool = False,
+    ) -> None:  # fmt: skip
+        import torch
+        import torch.distributed as dist
+
+        self._dist = dist
+        self.rank = int(os.environ["RANK"]) if rank is None else rank
+        self.size = int(os.environ["WORLD_SIZE"]) if size is None else size
+        backend = "gloo"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(self.rank % torch.cuda.device_count())
+            backend = "cpu:gloo,cuda:nccl"
+        if plugin:
+            import collective.adapters.torch  # noqa: F401  registers it
+
+            backend = "collective"
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{folder / 'meeting'}",
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(minutes=2),
+        )
+        if plugin:
+            group: Any = dist.group.WORLD
+            backend += f" over {group.comm.backend}"
+        self.version = f"torch {torch.__version__} ({backend})"
+        self.framework = framework("torch")
+
+    def calls(self, x: Any, y: Any) -> dict[str, Call]:
+        dist = self._dist
+        pieces = [
+            None if whole is None else list(whole.chunk(self.size)) for whole in (x, y)
+        ]  # views: a call with a root takes a list with a tensor for each rank
+        dst, src = self._ring
+
+        def sendrecv() -> None:
+            both = [dist.P2POp(dist.isend, x, dst), dist.P2POp(dist.irecv, y, src)]
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+
+        def reduce() -> Any:
+            dist.reduce(x, 0)  # torch.distributed reduces in place only
+            return x
+
+        return {
+            "all_reduce": lambda: dist.all_reduce(x),
+            "broadcast": lambda: dist.broadcast(x, 0),
+            "reduce": reduce,
+            "scatter": lambda: dist.scatter(y, pieces[0], 0),
+            "gather": lambda: dist.gather(x, pieces[1], 0),
+            "all_gather": lambda: dist.all_gather_into_tensor(y, x),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(y, x),
+            "all_to_all": lambda: dist.all_to_all_single(y, x),
+            "sendrecv": sendrecv,
+            "send_recv": self._ping_pong(
+                lambda peer: dist.send(x, peer), lambda peer: dist.recv(y, peer)
+            ),
+            "barrier": lambda: dist.barrier(),
+        }
+
+    def close(self) -> None:
+        self._dist.destroy_process_group()
+
+
+def open_library(name: str, folder: Path) -> BenchLibrary:
+    """Connect this process with the other ranks of the library's job.
+
+    Args:
+        name: ``"mpi4py"``, ``"torch"``, ``"torch-plugin"``, ``"memcpy"`` or one of our
+            transports.
+        folder: folder that only this job uses.
+    """
+    rivals: dict[str, Callable[[], BenchLibrary]] = {
+        "mpi4py": Mpi, "torch": lambda: TorchDistributed(folder),
+        "torch-plugin": lambda: TorchDistributed(folder, plugin=True), "memcpy": Memcpy,
+    }  # fmt: skip
+    if name in rivals:
+        return rivals[name]()
+    import collective
+
+    return Ours(collective.init(name))

@@ -7,7 +7,7 @@ import json
 import platform
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Observer:
         }
 
 
-def headline(machine: dict[str, Any]) -> str:
+def headline(machine: Mapping[str, Any]) -> str:
     """Return the date and the machine of a run, in one line."""
     return (
         f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, of which "

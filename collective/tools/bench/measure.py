@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from collective.memory.dtypes import BY_NAME
+from collective.inner import BY_NAME
 from collective.tools.doctor.host import shared_memory
 from collective.tools.show import size_name
 
@@ -19,25 +19,17 @@ from .contestants import Side
 from .operations import ALL, lengths
 
 __all__ = [
-    "BACK_TO_BACK", "METHODS", "Gap", "Pace", "Record", "Task", "Turns", "compare", "method_of",
-    "take_turns",
+    "METHODS", "Gap", "Pace", "Record", "Task", "compare",
 ]  # fmt: skip
+
+T = TypeVar("T")
 
 #: Methods of timing. ``"latency"``: each call by itself from a common start; the figure is the
 #: slowest rank's time, as in the OSU micro-benchmarks. ``"bandwidth"``: calls back to back; the
 #: figure is the slowest rank's mean, as in nccl-tests.
 METHODS = ("latency", "bandwidth")
-#: If one method is enough, bandwidth is the method from this size on: such a call is so long that
-#: a common start and a running start make no difference.
-BACK_TO_BACK = 1 << 20
-_SHORT = {"operation": "op", "nbytes": "bytes", "contestant": "backend"}
 # The share of the free memory that the arrays may take.
 _MEMORY = 0.8
-
-
-def method_of(nbytes: int) -> str:
-    """Return the more informative method for this size."""
-    return "latency" if nbytes < BACK_TO_BACK else "bandwidth"
 
 
 @dataclass(frozen=True)
@@ -72,6 +64,10 @@ class Task:
     operation: str
     nbytes: int
     dtype: str = "float32"
+
+    def gap(self, ranks: int, side: str, reason: str, failed: bool = False) -> Gap:
+        """Return the :class:`Gap` of a side that has no result for this task."""
+        return Gap(self.operation, self.nbytes, self.dtype, ranks, side, reason, failed)
 
 
 @dataclass(frozen=True)
@@ -110,23 +106,12 @@ class Record:
     busbw: float | None
     calls: int
     wrong: int
-    turns: tuple[float, ...] = ()
+    turns: Sequence[float] = ()
 
     @property
     def side(self) -> str:
         """Name of the contestant, with memory and framework where there is a choice."""
         return str(Side(self.contestant, self.memory, self.framework))
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields; some have the shorter names of the command's options."""
-        return {_SHORT.get(name, name): value for name, value in asdict(self).items()}
-
-    @staticmethod
-    def from_json(found: Mapping[str, Any]) -> Record:
-        """Return the record of which :meth:`as_json` made ``found``."""
-        long = {short: name for name, short in _SHORT.items()}
-        fields = {long.get(name, name): value for name, value in found.items()}
-        return Record(**{**fields, "turns": tuple(fields.get("turns", ()))})
 
 
 @dataclass(frozen=True)
@@ -164,9 +149,9 @@ def compare(
     sides = [side for contestant in arena.contestants for side in contestant.sides(arrays)]
     ranks = {contestant.name: contestant.ranks for contestant in arena.contestants}
     lacking = _lacking(task, [ranks[side.contestant] for side in sides])
-    playing: list[_TaskTurns] = []
+    playing: list[_Turns] = []
     for side in sides:
-        one = _TaskTurns(arena, side, task, ranks[side.contestant])
+        one = _Turns(arena, side, task, ranks[side.contestant])
         reason = lacking or one.run(one.prepare)
         if one.broken:
             yield one.gap(one.broken.brief, failed=True)
@@ -177,7 +162,11 @@ def compare(
     for method in methods:
         if method == "bandwidth" and not arrays:
             continue
-        take_turns(playing, method, pace.rounds, pace.turn)
+        for one in playing:
+            one.run(partial(one.calibrate, method, pace.turn))
+        for _ in range(pace.rounds):
+            for one in playing:
+                one.run(one.take)
     for one in playing:
         one.run(one.finish)
         if one.broken:
@@ -203,30 +192,33 @@ def _lacking(task: Task, ranks: Sequence[int]) -> str:
     )
 
 
-class Turns:
-    """The turns of one call that a contestant's ranks have prepared.
+class _Turns:
+    """The turns of one side at one task.
 
     Args:
         arena: the arena of the contestant.
-        contestant: name of the contestant.
-        prepared: name under which the ranks have prepared the call.
-        share: share of a call's time that counts: 1/2 for a round trip.
+        side, task: the side and the task.
+        ranks: number of ranks.
 
     Attributes:
-        turns: method -> times of each turn, of the slowest rank.
         broken: error of the contestant, if it failed; there are no further turns then.
     """
 
-    def __init__(self, arena: Arena, contestant: str, prepared: str, share: float = 1.0) -> None:
+    def __init__(self, arena: Arena, side: Side, task: Task, ranks: int) -> None:
         self._arena = arena
-        self._contestant, self._prepared, self._share = contestant, prepared, share
-        self.turns: dict[str, list[list[float]]] = {}
+        self._side = side
+        self._task = task
+        self._ranks = ranks
+        self._operation = "copy" if side.contestant == "memcpy" else task.operation
         self.broken: ArenaError | None = None
-        self.iterations: dict[str, int] = {}
+        # Method -> times of each turn, of the slowest rank.
+        self._turns: dict[str, list[list[float]]] = {}
+        self._iterations: dict[str, int] = {}
         self._warmup = 0
         self._method = ""
+        self._nbytes = self._wrong = 0
 
-    def run(self, what: Callable[[], str | None]) -> str | None:
+    def run(self, what: Callable[[], T]) -> T | None:
         """Call ``what`` unless the contestant has failed; remember an error of the contestant."""
         if self.broken is None:
             try:
@@ -235,62 +227,37 @@ class Turns:
                 self.broken = error
         return None
 
-    def ask(self, do: str, **request: Any) -> list[dict[str, Any]] | str:
+    def _ask(self, do: str, **request: Any) -> list[dict[str, Any]] | str:
         """Call a method of the worker for the prepared call; see :meth:`Arena.ask`."""
-        return self._arena.ask(self._contestant, do, side=self._prepared, **request)
+        return self._arena.ask(self._side.contestant, do, side=str(self._side), **request)
 
     def calibrate(self, method: str, turn: float) -> None:
         """Measure how many calls fill a turn; the first calls are a warm-up."""
-        self._method, self.turns[method] = method, []
-        self.iterations[method], self._warmup = (10, 10) if method == "latency" else (2, 2)
+        self._method, self._turns[method] = method, []
+        self._iterations[method], self._warmup = (10, 10) if method == "latency" else (2, 2)
         seconds = max(1e-7, statistics.median(self._time()))
-        self.iterations[method] = min(5000, max(3, int(turn / seconds)))
-        self._warmup = min(50, max(1, self.iterations[method] // 10))
+        self._iterations[method] = min(5000, max(3, int(turn / seconds)))
+        self._warmup = min(50, max(1, self._iterations[method] // 10))
 
     def take(self) -> None:
         """Take one turn."""
-        self.turns[self._method].append(self._time())
-
-    def middles(self, method: str) -> list[float]:
-        """Return the median of each turn, in order."""
-        return [statistics.median(times) for times in self.turns[method]]
+        self._turns[self._method].append(self._time())
 
     def _time(self) -> list[float]:
         """Return the seconds of each call, or one mean; of the slowest rank."""
-        answers = self.ask(
+        answers = self._ask(
             "measure",
-            iterations=self.iterations[self._method],
+            iterations=self._iterations[self._method],
             warmup=self._warmup,
             each=self._method == "latency",
         )
         assert not isinstance(answers, str)
         slowest = map(max, zip(*(answer["seconds"] for answer in answers)))
-        return [self._share * seconds for seconds in slowest]
+        return [ALL[self._operation].share * seconds for seconds in slowest]
 
-
-def take_turns(sides: Sequence[Turns], method: str, rounds: int, turn: float) -> None:
-    """Let all sides take ``rounds`` turns, A B C A B C …, of about ``turn`` seconds each."""
-    for side in sides:
-        side.run(partial(side.calibrate, method, turn))
-    for _ in range(rounds):
-        for side in sides:
-            side.run(side.take)
-
-
-class _TaskTurns(Turns):
-    """The turns of one side at one task."""
-
-    def __init__(self, arena: Arena, side: Side, task: Task, ranks: int) -> None:
-        self._operation = "copy" if side.contestant == "memcpy" else task.operation
-        super().__init__(arena, side.contestant, str(side), ALL[self._operation].share)
-        self._side = side
-        self._task = task
-        self._ranks = ranks
-        self._nbytes = self._wrong = 0
-
-    def prepare(self) -> str | None:
-        """Allocate the arrays and make one call; return why the library cannot do it, or None."""
-        answers = self.ask(
+    def prepare(self) -> str:
+        """Allocate the arrays and make one call; return why the library cannot do it, or ""."""
+        answers = self._ask(
             "prepare",
             operation=self._operation,
             nbytes=self._task.nbytes,
@@ -298,31 +265,28 @@ class _TaskTurns(Turns):
             memory=self._side.memory,
             framework=self._side.framework,
         )
-        tried = answers if isinstance(answers, str) else self.ask("attempt")
+        tried = answers if isinstance(answers, str) else self._ask("attempt")
         if isinstance(answers, str) or isinstance(tried, str):
-            self.ask("release")
+            self._ask("release")
             return str(tried).strip().splitlines()[-1]
         self._nbytes = answers[0]["nbytes"]
-        return None
+        return ""
 
     def finish(self) -> None:
         """Check the result on fresh data and drop the arrays."""
-        answers = self.ask("check")
+        answers = self._ask("check")
         assert not isinstance(answers, str)
         self._wrong = sum(answer["wrong"] for answer in answers)
-        self.ask("release")
+        self._ask("release")
 
     def gap(self, reason: str, failed: bool = False) -> Gap:
-        """Return a :class:`Gap` of this side and task."""
-        task = self._task
-        return Gap(
-            task.operation, task.nbytes, task.dtype, self._ranks, str(self._side), reason, failed
-        )
+        """Return the :class:`Gap` of this side and task."""
+        return self._task.gap(self._ranks, str(self._side), reason, failed)
 
     def records(self) -> Iterator[Record]:
         """Return a record for each method."""
-        for method, turns in self.turns.items():
-            middles = self.middles(method)
+        for method, turns in self._turns.items():
+            middles = [statistics.median(times) for times in turns]
             every = np.concatenate(turns)
             seconds = float(np.median(every))
             timed_each = method == "latency"
@@ -341,7 +305,7 @@ class _TaskTurns(Turns):
                 high=max(middles),
                 algbw=algbw,
                 busbw=busbw,
-                calls=len(every) * (1 if timed_each else self.iterations[method]),
+                calls=len(every) * (1 if timed_each else self._iterations[method]),
                 wrong=self._wrong,
-                turns=tuple(middles),
+                turns=middles,
             )

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from collective.memory.dtypes import BY_NAME
-from collective.testing.frameworks import encoded
+from collective.inner import BY_NAME, encoded
+
+from .libraries import BenchLibrary
 
 __all__ = [
-    "ALL", "DTYPES", "OPERATIONS", "Operation", "Sample", "count_wrong", "lengths",
+    "ALL", "DTYPES", "OPERATIONS", "Operation", "Prepared", "Sample", "count_wrong", "lengths",
     "value_of",
 ]  # fmt: skip
 
@@ -51,7 +52,7 @@ class Operation:
             not in it.
         expect: function of the sample, indices of the result, rank, number of ranks and length of
             a part that returns the result at these indices, or None if there is none to check.
-        halves: whether the measured call is a round trip.
+        share: share of a call's time that counts: 1/2 for a round trip.
     """
 
     x: str | None
@@ -61,12 +62,7 @@ class Operation:
     x_at_root: bool = False
     y_at_root: bool = False
     cut: bool = False
-    halves: bool = False
-
-    @property
-    def share(self) -> float:
-        """The share of a call's time that counts: 1/2 for a round trip."""
-        return 0.5 if self.halves else 1.0
+    share: float = 1.0
 
 
 def _one(n: int) -> float:
@@ -114,7 +110,7 @@ ALL: dict[str, Operation] = {
         "whole", "whole", _others, lambda v, i, r, n, p: v(i // p, r * p + i % p), cut=True
     ),
     "scan": Operation("whole", "whole", _one, lambda v, i, r, n, p: _sum(v, i, r + 1)),
-    "send_recv": Operation("whole", "whole", _one, _of_peer, halves=True),
+    "send_recv": Operation("whole", "whole", _one, _of_peer, share=0.5),
     "sendrecv": Operation("whole", "whole", _one, lambda v, i, r, n, p: v((r - 1) % n, i)),
     "barrier": Operation(None, None, _one, lambda v, i, r, n, p: None),
     # No communication: the speed of memory when all ranks use it at the same time.
@@ -156,3 +152,77 @@ def count_wrong(name: str, dtype: str, rank: int, size: int, part: int, result: 
             return 0
         wrong += int(np.count_nonzero(result[i[0] : i[-1] + 1] != encoded(expected, dtype)))
     return wrong
+
+
+class Prepared:
+    """Operation of a library, with its arrays.
+
+    The arrays hold zeros, which stay zeros however often they are summed in place.
+
+    Args:
+        library: the library, connected.
+        operation: one of :data:`~collective.tools.bench.operations.ALL`.
+        nbytes: size of the larger array, before it is rounded up.
+        memory: ``"ordinary"`` or ``"symmetric"``.
+        dtype: dtype of the elements.
+
+    Attributes:
+        call: function that makes the call.
+        x, y: input and output; None if there is none.
+        nbytes: size of the larger array.
+        what: names of the library and the operation.
+    """
+
+    def __init__(
+        self,
+        library: BenchLibrary,
+        operation: str,
+        nbytes: int,
+        memory: str = "ordinary",
+        dtype: str = "float32",
+    ) -> None:
+        about, itemsize = ALL[operation], BY_NAME[dtype].itemsize
+        *counts, self._part = lengths(operation, nbytes, itemsize, library.size)
+        self.x: Any
+        self.y: Any
+        self.x, self.y = (None if n is None else library.new(n, memory, dtype) for n in counts)
+        self.call = library.call(
+            operation,
+            None if about.x_at_root and library.rank else self.x,
+            None if about.y_at_root and library.rank else self.y,
+        )
+        self.nbytes = itemsize * max((n or 0 for n in counts), default=0)
+        self.what = f"{library.version}: {operation}"
+        self._library, self._operation, self._dtype = library, operation, dtype
+
+    def count_wrong(self, together: Callable[[], object]) -> int:
+        """Make the call on data for which every element of the result can be computed.
+
+        Args:
+            together: function that waits for all ranks.
+
+        Returns:
+            The number of wrong elements in this rank's result.
+        """
+        library, rank = self._library, self._library.rank
+        self._fill()
+        together()
+        returned = self.call()
+        in_place = self.y is None or returned is self.x
+        result = self.x if in_place else self.y
+        if library.framework.on_gpu:
+            library.synchronize()
+        together()
+        if result is None or (rank and ALL[self._operation].y_at_root):
+            return 0
+        stored = library.framework.read(result)
+        return count_wrong(self._operation, self._dtype, rank, library.size, self._part, stored)
+
+    def _fill(self) -> None:
+        library, x = self._library, self.x
+        value, arrays = value_of(self._dtype, library.size), library.framework
+        for low in range(0, x.shape[0], _BLOCK):
+            block = x[low : low + _BLOCK]
+            numbers = value(library.rank, np.arange(low, low + block.shape[0]))
+            data = encoded(numbers, self._dtype)
+            arrays.fill(block, arrays.make(data, self._dtype, (slice(None),)))

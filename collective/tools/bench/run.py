@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,6 @@ from collective.tools.show import Progress, size_name
 from .arena import Arena
 from .contestants import named
 from .measure import Gap, Pace, Record, Task, compare
-from .training import Training
-from .training import measure as measure_steps
 
 __all__ = ["Benchmark", "Results", "measure"]
 
@@ -30,7 +28,6 @@ class Benchmark:
         methods: some of :data:`~collective.tools.bench.measure.METHODS`.
         environments: interpreters that have an MPI library.
         pace: duration.
-        models: models whose training steps are measured, in place of operations.
     """
 
     operations: Sequence[str]
@@ -43,11 +40,9 @@ class Benchmark:
     methods: Sequence[str]
     environments: Mapping[str, Path]
     pace: Pace
-    models: Sequence[str] = ()
 
-    @property
     def tasks(self) -> Iterator[Task]:
-        """The tasks for each number of ranks."""
+        """Yield the tasks for each number of ranks."""
         for operation in self.operations:
             if operation == "barrier":
                 yield Task(operation, 0)
@@ -63,7 +58,6 @@ class Results:
 
     Attributes:
         records, gaps: results, and missing results.
-        trainings: results of training steps.
         versions: name and version of each contestant's library, as the contestant reports it.
         interrupted: whether the run was interrupted, so that results are incomplete.
         machine: the machine; empty before the end.
@@ -71,18 +65,15 @@ class Results:
 
     records: list[Record] = field(default_factory=list)
     gaps: list[Gap] = field(default_factory=list)
-    trainings: list[Training] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     interrupted: bool = False
     machine: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, found: Iterable[Record | Training | Gap]) -> None:
+    def add(self, found: Iterable[Record | Gap]) -> None:
         """Add results, one by one as they come."""
         for result in found:
             if isinstance(result, Record):
                 self.records.append(result)
-            elif isinstance(result, Training):
-                self.trainings.append(result)
             else:
                 self.gaps.append(result)
 
@@ -97,29 +88,14 @@ class Results:
             for r in self.records
             if r.wrong
         ]
-        wrong += [
-            f"{t.side}, {t.framework}, {t.model}, {t.ranks} ranks: {t.differing} parameters differ "
-            "between the ranks"
-            for t in self.trainings
-            if t.differing
-        ]
         return list(dict.fromkeys([*broken, *wrong]))
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all results as plain data."""
-        return {
-            **asdict(self),
-            "records": [record.as_json() for record in self.records],
-            "trainings": [training.as_json() for training in self.trainings],
-        }
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Results:
-        """Return the results of which :meth:`as_json` made ``found``."""
+        """Return the results of which ``asdict`` made ``found``."""
         return Results(
-            [Record.from_json(record) for record in found["records"]],
+            [Record(**record) for record in found["records"]],
             [Gap(**gap) for gap in found["gaps"]],
-            [Training.from_json(training) for training in found["trainings"]],
             found["versions"],
             found["interrupted"],
             found["machine"],
@@ -134,11 +110,10 @@ def measure(plan: Benchmark, progress: Progress) -> Results:
         progress: display of the current measurement and of the share that is done.
     """
     results, observer = Results(), Observer()
-    each = len(plan.frameworks) * len(plan.models) if plan.models else len(list(plan.tasks))
-    progress.begin("", len(plan.ranks) * each)
+    progress.begin("", len(plan.ranks) * len(list(plan.tasks())))
     try:
         for ranks in plan.ranks:
-            (_train if plan.models else _measure)(plan, ranks, results, progress)
+            _measure(plan, ranks, results, progress)
     except KeyboardInterrupt:
         results.interrupted = True
     results.machine = observer.machine()
@@ -146,33 +121,16 @@ def measure(plan: Benchmark, progress: Progress) -> Results:
 
 
 def _measure(plan: Benchmark, ranks: int, results: Results, progress: Progress) -> None:
+    """Measure all tasks on some ranks."""
     able, missing = named(plan.names, plan.environments, ranks, plan.memories, plan.frameworks)
     progress.show(f"starting {ranks} ranks of {', '.join(contestant.name for contestant in able)}")
     with Arena(able) as arena:
         results.versions.update(arena.versions)
-        for task in plan.tasks:
+        for task in plan.tasks():
             # Contestants that failed at an earlier task are missing, too.
             missing |= {name: error.brief for name, error in arena.failed.items()}
-            progress.show(
-                f"{task.operation}, {task.dtype}, {size_name(task.nbytes)}, {ranks} ranks"
-            )
+            size = size_name(task.nbytes)
+            progress.show(f"{task.operation}, {task.dtype}, {size}, {ranks} ranks")
             results.add(compare(arena, task, plan.pace, plan.methods))
-            results.gaps += [
-                Gap(task.operation, task.nbytes, task.dtype, ranks, name, reason)
-                for name, reason in missing.items()
-            ]
+            results.gaps += [task.gap(ranks, name, reason) for name, reason in missing.items()]
             progress.step()
-
-
-def _train(plan: Benchmark, ranks: int, results: Results, progress: Progress) -> None:
-    for framework in plan.frameworks:
-        progress.show(f"training steps, {framework}, {ranks} ranks")
-        done: set[str] = set()  # models with results; all results of a model come together
-        for found in measure_steps(
-            plan.names, plan.environments, ranks, framework, plan.models, plan.pace
-        ):
-            model = found.model if isinstance(found, Training) else found.operation
-            if model not in done:
-                done.add(model)
-                progress.step()
-            results.add([found])

@@ -2,28 +2,126 @@
 
 :mod:`.arena` starts this module in the environment of the library that is measured, with the
 library's name, the folder of its start line and the address of its control line. While another
-contestant has its turn, the process is blocked in a read.
+contestant has its turn, the process is blocked in a read. :class:`StartLine` is the barrier before
+each timed call, the same for every library.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib
+import mmap
+import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from collective.inner import Deadline, Participant
 from collective.launch import control
-from collective.launch.ranks import Job, Participant
+from collective.launch.ranks import Job
 
-from .libraries import Array, BenchLibrary, Call, Unsupported
-from .prepared import Prepared
-from .rivals import open_library
-from .startline import StartLine
+from .libraries import BenchLibrary, Unsupported, open_library
+from .operations import Prepared
 
-__all__ = ["Worker", "WorkerCall", "main"]
+__all__ = ["StartLine", "Worker", "WorkerCall", "main"]
+
+_LINE = 64  # words between the counters of two ranks, so that they do not share a cache line
+_POLLS = 50  # polls before the rank yields its processor, for more ranks than cores
+_PATIENCE_S = 60.0
+
+
+class StartLine:
+    """Barrier in a shared file: each rank counts its arrivals, and waits for the others' counts.
+
+    A library's own barrier would release its ranks at different times, and the difference would
+    count as time of the operation that follows.
+
+    Args:
+        path: file that :meth:`create` made, the same on all ranks.
+        rank, size: this rank, and number of ranks.
+    """
+
+    def __init__(self, path: Path, rank: int, size: int) -> None:
+        with open(path, "r+b") as file:
+            self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+        self._mine = rank * _LINE
+        self._others = [other * _LINE for other in range(size) if other != rank]
+        self._count = 0
+
+    @staticmethod
+    def create(path: Path, size: int) -> None:
+        """Create the file."""
+        path.write_bytes(bytes(size * _LINE * 8))
+
+    def step(self) -> None:
+        """Count an arrival of this rank at the line, without waiting for other ranks."""
+        self._count += 1
+        self._words[self._mine] = self._count
+
+    def absent(self) -> int:
+        """Return the number of ranks that have come less often than this rank."""
+        return sum(self._words[other] < self._count for other in self._others)
+
+    def wait(self) -> None:
+        """Wait until all ranks have come to the line as often as this rank.
+
+        Raises:
+            TimeoutError: a rank has not come for a minute.
+        """
+        words = self._words
+        self._count = step = self._count + 1
+        words[self._mine] = step
+        for other in self._others:
+            if words[other] < step:
+                self._wait_for(other, step)
+
+    def seconds_of(
+        self,
+        call: Callable[[], object],
+        iterations: int,
+        *,
+        each: bool,
+        done: Callable[[], object] | None = None,
+    ) -> list[float]:
+        """Return the seconds of each call by itself, or the mean of all of them, back to back.
+
+        Args:
+            call: function that all ranks call.
+            iterations: number of calls.
+            each: if true, every call begins at the line and is timed by itself.
+            done: function that waits until the work that a call has enqueued is done.
+        """
+        clock, seconds = time.perf_counter, []
+        if each:
+            for _ in range(iterations):
+                self.wait()
+                begin = clock()
+                call()
+                if done is not None:
+                    done()
+                seconds.append(clock() - begin)
+            return seconds
+        if done is not None:
+            done()
+        self.wait()
+        begin = clock()
+        for _ in range(iterations):
+            call()
+        if done is not None:
+            done()
+        return [(clock() - begin) / iterations]
+
+    def _wait_for(self, other: int, step: int) -> None:
+        words = self._words
+        deadline = Deadline(_PATIENCE_S)
+        while True:
+            for _ in range(_POLLS):
+                if words[other] >= step:
+                    return
+            os.sched_yield()
+            if deadline.expired:
+                raise TimeoutError(f"rank {other // _LINE} did not come to the start line")
 
 
 class Worker:
@@ -38,13 +136,10 @@ class Worker:
         self._library = library
         self._line = StartLine(folder / "startline", library.rank, library.size)
         self._prepared: dict[str, Prepared] = {}  # by side
-        self._steps: dict[str, Call] = {}  # the parts of a training step
-        self._parameters: list[Array] = []  # those of the model that is trained
 
     def close(self) -> None:
         """Drop the arrays, and end the library."""
         self._prepared.clear()
-        self._steps.clear()
         self._library.close()
 
     def abort(self, reason: str) -> None:
@@ -65,7 +160,7 @@ class Worker:
         dtype: str = "float32",
         framework: str | None = None,
     ) -> dict[str, Any]:
-        """Allocate arrays for an operation: see :class:`~collective.tools.bench.prepared.Prepared`.
+        """Allocate arrays for an operation, as :class:`Prepared` does.
 
         Args:
             side: name for further calls.
@@ -92,7 +187,6 @@ class Worker:
     def release(self, side: str) -> dict[str, Any]:
         """Drop the arrays of a side, if there are any."""
         self._prepared.pop(side, None)
-        self._steps.pop(side, None)
         return {}
 
     def measure(self, side: str, iterations: int, warmup: int, each: bool) -> dict[str, Any]:
@@ -108,7 +202,7 @@ class Worker:
         Returns:
             ``seconds``: times of the calls, or one mean.
         """
-        call = self._steps.get(side) or self._prepared[side].call
+        call = self._prepared[side].call
         done = self._library.synchronize if self._library.framework.on_gpu else None
         for _ in range(warmup):
             call()
@@ -127,26 +221,6 @@ class Worker:
             prepared.call()
             return {"wrong": self._line.absent()}
         return {"wrong": prepared.count_wrong(self._line.wait)}
-
-    def prepare_steps(self, framework: str, model: str) -> dict[str, Any]:
-        """Make the parts of a training step; further calls use a part's name as ``side``.
-
-        Returns:
-            ``parts``: names of the parts.
-        """
-        self._library.use(framework)
-        module = importlib.import_module(f"collective.tools.models.{framework}")
-        calls, self._parameters = module.steps(self._library, model)
-        # Call each part once: that lays out the buckets and broadcasts the weights of rank 0.
-        for part in sorted(calls):
-            calls[part]()
-            self._steps[part] = calls[part]
-        return {"parts": sorted(calls)}
-
-    def digest(self) -> dict[str, Any]:
-        """Return ``digests`` of the parameters that the last steps have updated."""
-        parameters, self._parameters = self._parameters, []
-        return {"digests": [hashlib.sha256(array.tobytes()).hexdigest() for array in parameters]}
 
 
 @dataclass(frozen=True)

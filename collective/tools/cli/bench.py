@@ -6,22 +6,22 @@ import argparse
 import contextlib
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from collective.errors import BackendUnavailableError, InvalidArgumentError
-from collective.tools.bench import mpi_environments
+from collective import BackendUnavailableError, InvalidArgumentError
 from collective.tools.show import (
     Progress,
     add_outputs,
+    check_file,
     check_known,
     counts,
     names,
     parse_size,
     write,
+    written,
 )
-
-from .outputs import check_file, written
 
 if TYPE_CHECKING:
     from collective.tools.bench.run import Benchmark, Results
@@ -54,29 +54,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help=f"bytes of the larger of a rank's arrays (default: {_SIZES})")  # fmt: skip
     add("--dtype", type=names, default=["float32"], metavar="NAMES", help="(default: float32)")
     add("-n", type=counts, default=[2], metavar="RANKS", help="numbers of ranks (default: 2)")
-    add("--backend", type=names, default=["shm", "gloo", "mpi"], metavar="NAMES",
-        help="transports (default: shm,gloo,mpi); mpi/openmpi names the MPI library")  # fmt: skip
+    add("--backend", type=names, default=["shm", "tcp", "mpi"], metavar="NAMES",
+        help="transports (default: shm,tcp,mpi); mpi/openmpi names the MPI library")  # fmt: skip
     add("--memory", type=names, default=["symmetric", "ordinary"], metavar="KINDS",
         help="kinds of arrays, where that makes a difference: of comm.empty() (symmetric) or any "
         "(default: symmetric,ordinary)")  # fmt: skip
-    add("--framework", type=names, metavar="NAMES",
-        help="frameworks of the arrays: numpy, torch, cupy, torch.cuda (default: numpy; with "
-        "--train: torch and chainer)")  # fmt: skip
+    add("--framework", type=names, default=["numpy"], metavar="NAMES",
+        help="frameworks of the arrays: numpy, torch, cupy or torch.cuda")  # fmt: skip
     add("--vs", type=names, default=[], metavar="PEERS",
-        help="peers that do the same work in turns with ours: mpi4py, torch, chainermn or memcpy; "
+        help="peers that do the same work in turns with ours: mpi4py, torch or memcpy; "
         "mpi4py/mpich names the MPI library")  # fmt: skip
-    add("--train", action="store_true",
-        help="measure training steps: computing, syncing, share of syncing that is hidden, "
-        "speed-up")  # fmt: skip
-    add("--models", type=names, default=["mlp", "lenet", "resnet"], metavar="NAMES",
-        help="models of the steps (default: mlp,lenet,resnet)")  # fmt: skip
     method = parser.add_mutually_exclusive_group()
     method.add_argument("--latency", action="store_true", help="measure latency only")
     method.add_argument("--bandwidth", action="store_true", help="measure bandwidth only")
     add("--quick", action="store_true", help=f"short turns, and {_QUICK} as sizes")
-    mpi_environments.add_options(parser)
+    add("--mpi-envs", type=Path, metavar="DIR",
+        help="directory with a virtual environment for each MPI library, called impi-rt, openmpi "
+        "or mpich (default: the MPI library of this Python)")  # fmt: skip
     add_outputs(parser, earlier=True)
-    add("--csv", type=Path, metavar="FILE", help="write a line for each result")
     add("--plot", type=Path, metavar="FILE.png", help="draw latency and bandwidth over size")
     parser.set_defaults(execute=execute)
 
@@ -84,12 +79,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def execute(options: argparse.Namespace) -> int:
     """Measure and show; return the exit code."""
     # Imported here: these modules import NumPy.
-    from collective.tools.bench.figures import picture_formats, show, write_csv
+    from collective.tools.bench.figures import picture_formats, show
     from collective.tools.bench.run import measure
-    from collective.tools.bench.training import show as show_training
 
     check_file("--json", options.json)
-    check_file("--csv", options.csv)
     if options.plot is not None:
         check_file("--plot", options.plot, picture_formats())
     progress = Progress()
@@ -98,18 +91,14 @@ def execute(options: argparse.Namespace) -> int:
     else:
         results = measure(_plan(options), progress)
     progress.clear()
-    well = written("--json", options.json, lambda path: write(path, results.as_json()))
-    well &= written("--csv", options.csv, lambda path: write_csv(path, results.records))
-    if results.trainings or options.train:
-        show_training(results.trainings, results.gaps, options.markdown)
-    else:
-        show(results.records, results.gaps, options.markdown)
+    well = written("--json", options.json, lambda path: write(path, asdict(results)))
+    show(results.records, results.gaps, options.markdown)
     well &= _say(results, options)
     if results.interrupted:
         return 130
     if not well:
         return 2
-    return 1 if results.failures or not (results.records or results.trainings) else 0
+    return 1 if results.failures or not results.records else 0
 
 
 def _plan(options: argparse.Namespace) -> Benchmark:
@@ -119,25 +108,22 @@ def _plan(options: argparse.Namespace) -> Benchmark:
         InvalidArgumentError: an option has an unknown value.
         BackendNotFoundError: there is no such transport.
     """
-    from collective.contract.registry import find
+    from collective.inner import registry
     from collective.testing.frameworks import NAMES
-    from collective.tools.bench.contestants import PEERS
+    from collective.tools.bench.contestants import PEERS, environments
     from collective.tools.bench.measure import METHODS, Pace
     from collective.tools.bench.operations import DTYPES, OPERATIONS
     from collective.tools.bench.run import Benchmark
-    from collective.tools.bench.training import FRAMEWORKS, MODELS
 
     operations = OPERATIONS if options.op == ["all"] else options.op
     check_known("--op", operations, (*OPERATIONS, "all"))
     check_known("--dtype", options.dtype, DTYPES)
     check_known("--memory", options.memory, ("symmetric", "ordinary"))
-    check_known("--models", options.models, MODELS)
-    frameworks = options.framework or (FRAMEWORKS if options.train else ("numpy",))
-    check_known("--framework", frameworks, FRAMEWORKS if options.train else NAMES)
+    check_known("--framework", options.framework, NAMES)
     check_known("--vs", [peer.partition("/")[0] for peer in options.vs], PEERS)
     for name in options.backend:
         with contextlib.suppress(BackendUnavailableError):  # the tables will show the reason
-            find(name.partition("/")[0])
+            registry.find(name.partition("/")[0])
     sizes = options.sizes or (_QUICK if options.quick else _SIZES).split(",")
     try:
         parsed = [parse_size(size) for size in sizes]
@@ -151,11 +137,10 @@ def _plan(options: argparse.Namespace) -> Benchmark:
         ranks=options.n,
         names=[*options.backend, *options.vs],
         memories=options.memory,
-        frameworks=frameworks,
+        frameworks=options.framework,
         methods=only or METHODS,
-        environments=mpi_environments.environments(options),
+        environments=environments(options.mpi_envs),
         pace=Pace.of(options.quick),
-        models=options.models if options.train else (),
     )
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from collective.errors import ConfigError
-from collective.start.config import load, not_read
-from collective.start.keys import KEYS
+from collective import ConfigError
+from collective.inner import KEYS, load, not_read
 from collective.tools.show import aligned
 
 __all__ = ["add_parser"]
@@ -36,7 +35,7 @@ def execute(options: argparse.Namespace) -> int:
         if not options.json:
             print(aligned([("key", "it must be"), *((key, KEYS[key].allowed) for key in KEYS)]))
         raise
-    settings = {key: (config.shown(key), config.origin(key)) for key in KEYS}
+    settings = {key: (config.shown(key), config.origins[key]) for key in KEYS}
     if options.json:
         table = {
             key: {"value": value, "origin": origin} for key, (value, origin) in settings.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import shutil
 import sys
@@ -12,19 +11,14 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from collective.errors import ConfigError, RendezvousError
-from collective.install import DISTRIBUTION
-from collective.platform import SHARED_MEMORY
-from collective.start.host_list import HostSlots
+from collective import ConfigError, RendezvousError
+from collective.inner import HostSlots, platform
 from collective.tools.show import Progress, size_name, time_name
 
 from .run import add_hosts, hosts_of
 
 __all__ = ["add_parser", "text"]
 
-# Words of the error if no transport between hosts is installed.
-_NOTHING = "no transport between hosts is installed"
-_RANKS = re.compile(r"\d+ ranks on several hosts,.*; \w+: ")
 _EPILOG = """\
 exit code: 1 if a program that starts here and now would not work (because a setting is wrong or
 its transport does not work), or if a trial fails; else 0, also if the report names other problems.
@@ -72,7 +66,7 @@ def execute(options: argparse.Namespace) -> int:
 def _examine_hosts(hosts: Sequence[HostSlots], options: argparse.Namespace) -> int:
     """Print what each host has, and whether the hosts reach each other; return the exit code."""
     # Imported here: the module imports NumPy.
-    from collective.launch.hosts.checking import check_hosts
+    from collective.launch.hosts.launching import check_hosts
 
     found, error = [], ""
     try:
@@ -80,17 +74,16 @@ def _examine_hosts(hosts: Sequence[HostSlots], options: argparse.Namespace) -> i
     except (ConfigError, RendezvousError) as problem:
         error = str(problem)
     if options.json:
-        rows = [host._asdict() for host in found]
-        print(json.dumps({"hosts": rows, "error": error, "exit_code": int(bool(error))}, indent=2))
+        print(json.dumps({"hosts": found, "error": error, "exit_code": int(bool(error))}, indent=2))
     elif error:
         print(f"collective doctor: {error}", file=sys.stderr)
     else:
-        versions = "Python {0.python}, collective {0.version}, NumPy {0.numpy}, {0.cores} cores"
-        rows_of_text = [
-            (host.name, f"{host.interface} {host.address}; {versions.format(host)}")
-            for host in found
-        ]
-        print("Hosts", *_aligned(rows_of_text, _width()), sep="\n")
+        facts = (
+            "{interface} {address}; Python {python}, collective {version}, NumPy {numpy}, "
+            "{cores} cores"
+        )
+        rows = [(host["name"], facts.format_map(host)) for host in found]
+        print("Hosts", *_aligned(rows, _width()), sep="\n")
         together = "reaches all others" if len(found) > 1 else "is ready"
         print(f"\nEach of the {len(found)} hosts {together}.")
     return int(bool(error))
@@ -155,17 +148,9 @@ def _headline(report: dict[str, Any]) -> str:
         return f"A program started here takes {here}, which does not work."
     if report["settings"]["launcher"]:
         return f"The ranks of this launch take {here}."
-    choices = {choice["when"]: choice for choice in report["choices"]}
-    for launcher, after in (("torchrun", ""), ("mpiexec", " under mpiexec")):
-        shared, single = (choices[when] for when in _SEVERAL_HOSTS[launcher])
-        if shared["backend"]:
-            apart = f"{_parts(shared, single)}{after}"
-            break
-    else:
-        apart = "not available"
-        if _NOTHING in shared["reason"]:
-            apart += f" (install {DISTRIBUTION}[torch] or [mpi])"
-    alone = choices["collective run"]["backend"] or "not available"
+    taken = {choice["when"]: choice["backend"] for choice in report["choices"]}
+    alone = taken["collective run"] or "not available"
+    apart = taken["torchrun, 2 hosts of 2"] or "not available"
     return f"One host: {alone}. Several hosts: {apart}."
 
 
@@ -193,73 +178,14 @@ def _transport(transport: dict[str, Any]) -> str:
 
 
 def _choices(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    choices = {choice["when"]: choice for choice in report["choices"]}
-    if not choices:
-        return
-    here = choices["here and now"]
-    words = _taken(report, here["backend"], here["backend"], here["reason"])
-    rows = {
-        "here and now": {"": words},
-        "one host": {name: _choice(report, choices[when]) for name, when in _ONE_HOST.items()},
-        "several hosts": {
-            name: _apart(report, *(choices[when] for when in whens))
-            for name, whens in _SEVERAL_HOSTS.items()
-        },
-    }
-    labels: dict[str, list[str]] = {}  # by text, so that no text comes twice
-    for label, texts in rows.items():
-        is_one = len(set(texts.values())) == 1
-        for launcher, words in list(texts.items())[: 1 if is_one else None]:
-            labels.setdefault(words, []).append(label if is_one else f"{label}, {launcher}")
-    for words, names in labels.items():
-        yield "always" if len(labels) == 1 else ", ".join(names), words
-
-
-# Situations of a report by launcher. Of two situations on several hosts, one has several ranks on
-# each host, and the other has one.
-_ONE_HOST = {"collective run": "collective run", "mpiexec": "mpiexec, 1 host"}
-_SEVERAL_HOSTS = {
-    "torchrun": ("torchrun, 2 hosts of 2", "torchrun, 2 hosts of 1"),
-    "mpiexec": ("mpiexec, 2 hosts of 2", "mpiexec, 2 hosts of 1"),
-}
-
-
-def _choice(report: dict[str, Any], choice: dict[str, str]) -> str:
-    # The number of ranks is that of the doctor's example.
-    reason = choice["reason"].replace("all 2 ranks", "all ranks")
-    return _taken(report, choice["backend"], choice["backend"], reason)
-
-
-def _apart(report: dict[str, Any], shared: dict[str, str], single: dict[str, str]) -> str:
-    """Return what ranks of several hosts take.
-
-    Args:
-        report: the report.
-        shared: choice if several ranks share a host.
-        single: choice if each host has one rank.
-    """
-    name = shared["backend"]
-    if not name and _NOTHING in shared["reason"]:
-        return f"not available: {_NOTHING}; see gloo and mpi above"
-    # Leave out the numbers of ranks and hosts, which are those of the doctor's example. The rows of
-    # the transports tell what is not installed.
-    reason = _RANKS.sub("", shared["reason"]).replace(" (mpi4py is not)", "")
-    text = _taken(report, name, _parts(shared, single), reason)
-    if name == "hierarchical" != single["backend"]:
-        text += f". With one rank on each host: {single['backend']}"
-    return text
-
-
-def _parts(shared: dict[str, str], single: dict[str, str]) -> str:
-    """Return the name of a transport between hosts, with its parts if it combines two."""
-    if shared["backend"] == "hierarchical" != single["backend"]:
-        return f"hierarchical (shm and {single['backend']})"
-    return shared["backend"]
-
-
-def _taken(report: dict[str, Any], name: str, shown: str, reason: str) -> str:
-    broken = report["transports"].get(name, {}).get("works") is False
-    return f"{shown or 'no transport'}{', which does not work here' * broken}: {reason}"
+    texts = {}
+    for choice in report["choices"]:
+        broken = report["transports"].get(choice["backend"], {}).get("works") is False
+        taken = f"{choice['backend'] or 'no transport'}{', which does not work here' * broken}"
+        texts[choice["when"]] = f"{taken}: {choice['reason']}"
+    if len(set(texts.values())) == 1:
+        texts = {"always": next(iter(texts.values()))}
+    yield from texts.items()
 
 
 def _problems(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
@@ -287,7 +213,7 @@ def _host(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     )
     if memory["dev_shm"] is not None:
         yield (
-            str(SHARED_MEMORY),
+            str(platform.SHARED_MEMORY),
             f"{size_name(memory['dev_shm'])}, {size_name(memory['dev_shm_free'])} free "
             "(not used by shm; MPI and PyTorch do)",
         )
@@ -346,9 +272,10 @@ def _network(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
 
 def _across_hosts(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
     rows: dict[str, list[str]] = {}
-    for what, label in (("joining", "joining"), ("control", "control"), ("data", "data over gloo")):
+    for what, label in (("joining", "joining"), ("control", "control"), ("data", "data over tcp")):
         known, encrypted = found[what]["authenticated"], found[what]["encrypted"]
-        when = " when connections are made" if known and what == "data" else ""
+        # TLS also authenticates each byte that follows.
+        when = " when connections are made" if known and what == "data" and not encrypted else ""
         text = (
             f"{'' if known else 'not '}authenticated{when}, {'' if encrypted else 'not '}encrypted"
         )

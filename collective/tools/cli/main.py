@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import platform
 import signal
 import sys
 from collections.abc import Sequence
 
-from collective.errors import BackendUnavailableError, CollectiveError
+from collective import CollectiveError, __version__
 
 from . import bench, config, doctor, parity, profile, run, tour, trace
 from .ending import Ended, explain, have_descriptors, raise_on_signals
@@ -35,8 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     try:
         options = _parse(arguments)
-        if options.version:
-            options.execute = _show_version
         options.is_program = arguments is None  # false for a call from another program
         if options.is_program:
             raise_on_signals()
@@ -58,41 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _show_version(options: argparse.Namespace) -> int:
-    """Print the version; with ``-v`` also the transports and the native core.
-
-    The transports are neither imported nor tried; ``collective doctor`` does that.
-    """
-    # Imported here: these modules import NumPy.
-    import numpy as np
-
-    import collective
-    from collective import native
-    from collective.contract import registry
-    from collective.start.choice import gpus
-
-    version = f"collective {collective.__version__}"
-    if not options.verbose:
-        print(version)
-        return 0
-    here, missing = [], []
-    for name in registry.names():
-        try:
-            registry.require(name)
-            here.append(name)
-        except BackendUnavailableError:
-            missing.append(name)
-    if "nccl" in here and not gpus():
-        here.remove("nccl")
-        missing.append("nccl (no GPU)")
-    transports = f"transports: {', '.join(here)}"
-    if missing:
-        transports += f"; not here: {', '.join(missing)}"
-    print(f"{version}, Python {platform.python_version()}, NumPy {np.__version__}")
-    print(f"{transports}\nnative core: {native.status()}")
-    return 0
-
-
 def _import_nothing_from_here() -> None:
     """Keep the working directory out of the imports of child processes, unless we import from it.
 
@@ -108,18 +70,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="collective", description="Collective communication between Python processes."
     )
-    parser.add_argument("--version", action="store_true", help="print the version and exit")
-    parser.add_argument("-v", dest="verbose", action="store_true",
-        help="with --version: also print the transports and the native core")  # fmt: skip
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"collective {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(subparsers)
-    parser.set_defaults(execute=None)
     try:
-        options = parser.parse_args(arguments)
-        if options.execute is None and not options.version:
-            parser.error("no COMMAND given")
-        return options
+        return parser.parse_args(arguments)
     except SystemExit:
         sys.stdout.flush()  # flush here, where main() handles a failed write of the help
         raise

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from collective.errors import InvalidArgumentError
+from collective import InvalidArgumentError
 from collective.launch import restart_with
-from collective.tools.show import Progress, check_known, console, count, counts, names, write
-
-from .outputs import check_file, written
+from collective.tools.show import (
+    Output,
+    Progress,
+    check_file,
+    check_known,
+    count,
+    counts,
+    names,
+    write,
+    written,
+)
 
 if TYPE_CHECKING:
     from collective.tools.parity.report import Report
@@ -23,9 +30,9 @@ __all__ = ["add_parser"]
 
 
 _EPILOG = """\
-exit code: 1 if a result differs from the oracle, a rank dies or hangs, or trained weights or splits
-do not agree; 2 if an option names an unknown value; else 0. A transport or framework that cannot be
-used here is not a failure, nor is a call that a transport declares not to support.
+exit code: 1 if a result differs from the oracle, a rank dies or hangs, or trained weights do not
+agree; 2 if an option names an unknown value; else 0. A transport or framework that cannot be used
+here is not a failure, nor is a call that a transport declares not to support.
 """
 
 
@@ -80,25 +87,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--steps", type=int, default=8, help="steps of training (default: 8)")
     parser.add_argument(
-        "--splits", action="store_true", help="then compare networks computed in pieces"
-    )
-    parser.add_argument(
         "--no-matrix",
         action="store_true",
-        help="do only what --random, --train, --model or --splits ask for",
+        help="do only what --random, --train or --model ask for",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with the results to FILE"
-    )
     parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:
     """Compare, report, and return the exit code."""
     check_file("--json", options.json)
-    check_file("--html", options.html)
     # Imported here: the module imports NumPy and the transports.
+    from collective.tools.bench.machine import Observer
     from collective.tools.parity.report import show
 
     # The threads of several ranks compete for cores, and they split products into other sums.
@@ -108,19 +109,11 @@ def execute(options: argparse.Namespace) -> int:
         restart_with(**one)
     for variable, value in one.items():
         os.environ.setdefault(variable, value)
-    began = time.monotonic()
+    observer = Observer()
     report = _run(options)
-    report.seconds = time.monotonic() - began
-    data = report.as_data()
-    show(console(), data)
+    data = report.as_data(observer.machine())
+    show(Output(), data)
     well = written("--json", options.json, lambda path: write(path, data))
-    if options.html is not None:
-        from collective.tools.parity.page import page
-
-        html = page(data)
-        well &= written(
-            "--html", options.html, lambda path: path.write_text(html, encoding="utf-8")
-        )
     return int(report.failed) or 2 * (not well)
 
 
@@ -139,10 +132,6 @@ def _run(options: argparse.Namespace) -> Report:
             require(plan, options.model)
         elif options.shards:
             raise InvalidArgumentError("--shards: expected --train or --model, too.")
-        if options.splits:
-            from collective.tools.parity import splits
-
-            splits.require(plan)
         report = Report(plan, missing)
         if not options.no_matrix:
             plan = report.plan = _run_matrix(plan, report, progress)
@@ -153,16 +142,9 @@ def _run(options: argparse.Namespace) -> Report:
                     report.random.append(explore(plan, transport, options.random, progress.step))
         if options.train or options.model:
             progress.begin("training", 0)
-            report.training += compare(plan, options.steps, options.model, progress.show)
-            if options.shards:
-                from collective.tools.parity.shard_digests import compare_digests
-
-                report.training += compare_digests(
-                    plan, options.steps, options.model, options.shards, progress.show
-                )
-        if options.splits:
-            progress.begin("splits", 0)
-            report.splits += splits.compare(plan, progress.show)
+            report.training += compare(
+                plan, options.steps, options.model, options.shards, progress.show
+            )
         return report
     finally:
         progress.clear()

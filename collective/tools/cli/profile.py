@@ -9,12 +9,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from collective.errors import ConfigError
-from collective.start.config import settings
-from collective.tools.show import console, write
+from collective import ConfigError
+from collective.inner import settings
+from collective.tools.show import Output, check_directory, check_file, width, write, written
 
 from .ending import Ended
-from .outputs import check_directory, check_file, written
 from .run import absent_script, add_program, add_ranks, program_of, refuse_transports, say_size
 
 __all__ = ["add_parser"]
@@ -54,7 +53,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def execute(options: argparse.Namespace) -> int:
     """Run the program, report, and return the exit code."""
     program = program_of(options)
-    refusal = _refusal(options, program)
+    refusal = absent_script(options, program)
+    if not program and options.trace is None:
+        refusal = "no program given; name a script, -m and a module, or --trace and a directory"
     if refusal:
         print(f"collective profile: {refusal}", file=sys.stderr)
         return 2
@@ -69,18 +70,10 @@ def execute(options: argparse.Namespace) -> int:
         return _report(options, Path(directory), code)
 
 
-def _refusal(options: argparse.Namespace, program: list[str]) -> str:
-    if not program and options.trace is None:
-        return "no program given; name a script, -m and a module, or --trace and a directory"
-    if absent := absent_script(options, program):
-        return absent
-    return ""
-
-
 def _run(options: argparse.Namespace, program: list[str], directory: Path) -> int:
     """Run the program as `collective run` does, with traces in ``directory``."""
     # Imported here: the module imports more of the package.
-    from collective.platform import die_with_parent
+    from collective.inner import platform
 
     refuse_transports(settings({"backend": options.backend, "timeout": options.timeout}))
     ranks = str(options.n or say_size("profile"))
@@ -91,7 +84,7 @@ def _run(options: argparse.Namespace, program: list[str], directory: Path) -> in
     command += ["-m"] if options.module else []
     variables = {**os.environ, "COLLECTIVE_TRACE": str(directory.absolute())}
     launcher = subprocess.Popen(
-        [*command, "--", *program], env=variables, preexec_fn=die_with_parent()
+        [*command, "--", *program], env=variables, preexec_fn=platform.die_with_parent()
     )
     while True:
         try:
@@ -116,11 +109,11 @@ def _report(options: argparse.Namespace, directory: Path, code: int) -> int:
             print(f"collective profile: {error}", file=sys.stderr)
         return code or 2
     found = profile(traces)
-    out = console(least=_WIDTH)
-    out.rule(style="dim")
+    out = Output(_WIDTH)
+    out.quote("─" * width(_WIDTH))
     show(out, found)
     if code:
-        out.print(
+        out.say(
             f"\nThe program ended with exit code {code}; the report covers its calls until then."
         )
     well = True

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from collective import install
-from collective.errors import ConfigError
-from collective.launch import cores_for_each, launch, restart_with
-from collective.start.config import Setting, settings
-from collective.start.host_list import HostSlots, from_batch_system, from_file, from_text
-from collective.start.keys import by_device
-from collective.start.launchers import allocation, detect
-from collective.tools.show import count
-
-from .outputs import check_directory
+from collective import ConfigError
+from collective.adapters import mpi4py
+from collective.inner import HostSlots, detect, settings
+from collective.launch import Run, cores_for_each, launch, restart_with
+from collective.start import config, host_list, keys, launchers
+from collective.tools.show import check_directory, count
 
 __all__ = [
     "absent_script",
@@ -44,7 +40,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="start a program as several ranks, on this machine or on several hosts",
         usage="collective run [-n N] [--hosts A:4,B:4 | --hosts auto | --hostfile FILE]\n"
         "           [--spares C:4] [--ssh COMMAND] [--backend NAME] [--timeout S]\n"
-        "           [--min-ranks M] [--max-restarts R] [--replace] [--jax] [--verbose]\n"
+        "           [--min-ranks M] [--max-restarts R] [--replace] [--jax] [--mpi4py]\n"
+        "           [--verbose]\n"
         "           (SCRIPT | -m MODULE) [ARG ...]",
         description="Start a Python program as N ranks, on this machine or over ssh on the hosts "
         "of --hosts. Each line of output "
@@ -53,7 +50,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "tracebacks of several ranks are shown once; --verbose shows all of them. With "
         "--min-ranks M, the others go on as long as M ranks are left. With --replace, new ranks "
         "join in place of lost ranks. With --max-restarts, all ranks are started again. With "
-        "--jax, XLA's collective calls between the CPUs of a JAX program use the transport.",
+        "--jax, XLA's collective calls between the CPUs of a JAX program use the transport. With "
+        "--mpi4py, a program of mpi4py runs over the transport, without MPI.",
     )
     add_ranks(parser)
     add_hosts(parser)
@@ -69,7 +67,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--max-restarts",
-        type=_restarts,
+        type=partial(count, least=0),
         default=0,
         metavar="R",
         help="start all ranks again if too few are left, up to R times (default: 0)",
@@ -83,6 +81,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--jax",
         action="store_true",
         help="have XLA carry the calls of an unmodified JAX program over the transport",
+    )
+    parser.add_argument(
+        "--mpi4py",
+        action="store_true",
+        help="have an unmodified program of mpi4py import this package's module in its place",
     )
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, not a script")
     add_program(parser)
@@ -131,15 +134,15 @@ def hosts_of(options: argparse.Namespace) -> list[HostSlots]:
         ConfigError: an option is not a list of hosts, or the file cannot be read.
     """
     if options.hostfile is not None:
-        hosts = from_file(options.hostfile, "--hostfile")
+        hosts = host_list.from_file(options.hostfile, "--hostfile")
         if not hosts:
             raise ConfigError(f"--hostfile {options.hostfile}: it names no host.")
         return hosts
     if options.hosts is None:
         return []
     if options.hosts == "auto":
-        return from_batch_system(os.environ)
-    return from_text(options.hosts, "--hosts")
+        return host_list.from_batch_system(os.environ)
+    return host_list.from_text(options.hosts, "--hosts")
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +161,7 @@ def execute(options: argparse.Namespace) -> int:
     if absent := absent_script(options, program):
         return _refuse(absent)
     hosts = hosts_of(options)
-    spares = from_text(options.spares, "--spares") if options.spares else []
+    spares = host_list.from_text(options.spares, "--spares") if options.spares else []
     if options.n is None:
         options.n = sum(host.slots for host in hosts) or say_size("run")
     if wrong := _misuse_of_hosts(options, hosts, spares):
@@ -169,29 +172,26 @@ def execute(options: argparse.Namespace) -> int:
         return _refuse(wrong)
     if "trace" in chosen.settings:
         check_directory("trace", Path(str(chosen.settings["trace"].value)))
-    if chosen.on_host != "threads":
-        _say_sources(program[0], options.module)
     arguments = ["-m"] * options.module + program
     variables = dict(chosen.variables)
     if options.jax:
         arguments, of_jax = _under_jax(arguments)
         variables.update(of_jax)
+    if options.mpi4py:
+        variables.update(mpi4py.variables())
+    run = Run(
+        arguments, options.n, variables, chosen.min_ranks, options.max_restarts, options.replace,
+        options.verbose,
+    )  # fmt: skip
     if hosts:
         # Imported here: one host does not need it.
         from collective.launch.hosts.launching import launch_on_hosts
 
-        return launch_on_hosts(
-            arguments, hosts, options.n, variables,
-            script="" if options.module else program[0], spares=spares, ssh=options.ssh,
-            min_ranks=chosen.min_ranks, max_restarts=options.max_restarts,
-            replace=options.replace, verbose=options.verbose,
-        )  # fmt: skip
+        script = "" if options.module else program[0]
+        return launch_on_hosts(run, hosts, script=script, spares=spares, ssh=options.ssh)
     if chosen.on_host == "threads":
-        return _run_threads(options, arguments, variables, chosen.min_ranks)
-    return launch(
-        arguments, options.n, variables, mpi=chosen.mpi, min_ranks=chosen.min_ranks,
-        max_restarts=options.max_restarts, replace=options.replace, verbose=options.verbose,
-    )  # fmt: skip
+        return _run_threads(run, options.is_program)
+    return launch(run, mpi=chosen.mpi)
 
 
 class _Chosen(NamedTuple):
@@ -205,7 +205,7 @@ class _Chosen(NamedTuple):
         mpi: whether MPI is used, on a host or between hosts.
     """
 
-    settings: Mapping[str, Setting]
+    settings: Mapping[str, config.Setting]
     variables: Mapping[str, str]
     min_ranks: int
     on_host: str
@@ -235,27 +235,20 @@ def _chosen(options: argparse.Namespace) -> _Chosen:
     }
     min_ranks = int(found["min_ranks"].value) if "min_ranks" in found else options.n
     named = str(found["backend"].value) if "backend" in found else ""
-    on_host = by_device(named).get("cpu", named)
+    on_host = keys.by_device(named).get("cpu", named)
     mpi = "mpi" in (on_host, found["across"].value if "across" in found else "")
     return _Chosen(found, variables, min_ranks, on_host, mpi)
 
 
-def _run_threads(
-    options: argparse.Namespace,
-    arguments: Sequence[str],
-    variables: Mapping[str, str],
-    min_ranks: int,
-) -> int:
+def _run_threads(run: Run, is_program: bool) -> int:
     """Run the program in ranks that are threads of this process; return the exit code."""
-    os.environ.update(variables)
-    if options.is_program:
-        restart_with(OMP_NUM_THREADS=str(cores_for_each(options.n)))
+    os.environ.update(run.settings)
+    if is_program:
+        restart_with(OMP_NUM_THREADS=str(cores_for_each(run.size)))
     # Imported here: the module imports NumPy and the transports.
     from collective.launch import threads
 
-    return threads.main(
-        [str(options.n), *arguments], spare=options.n - min_ranks, verbose=options.verbose
-    )
+    return threads.main(run)
 
 
 def program_of(options: argparse.Namespace) -> list[str]:
@@ -270,28 +263,6 @@ def absent_script(options: argparse.Namespace, program: Sequence[str]) -> str:
     if program and not options.module and not os.path.exists(program[0]):
         return f"script {program[0]!r}: no such file"
     return ""
-
-
-def _say_sources(program: str, is_module: bool) -> None:
-    """Print a note if ranks import a clone's sources although the package is installed, too.
-
-    Python first searches the script's directory, or for a module the working directory. Then it
-    searches PYTHONPATH, to which the launcher adds its own directory.
-    """
-    first = Path.cwd() if is_module else Path(program).resolve().parent
-    safe = getattr(sys.flags, "safe_path", False)  # from Python 3.11 on
-    places = [] if safe else [first]
-    places += [Path(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    clones = (place for place in places if (place / "collective" / "__init__.py").is_file())
-    imported = next(clones, Path(__file__).resolve().parents[3])
-    if install.is_clone(imported) and (installed := install.installed_beside(imported)):
-        built = any((imported / "collective" / "native").glob("_core.*.so"))
-        print(
-            f"collective run: the ranks import the sources in {imported}, "
-            f"{'with' if built else 'without'} the native core, and not the package installed in "
-            f"{installed}. To have only one: pip install -e {shlex.quote(str(imported))}",
-            file=sys.stderr,
-        )
 
 
 def _misuse(options: argparse.Namespace, chosen: _Chosen) -> str:
@@ -312,7 +283,7 @@ def _misuse(options: argparse.Namespace, chosen: _Chosen) -> str:
         named = str(found["backend"].value) if "backend" in found else ""
         return (
             f"--replace with backend {named!r}: a process can join neither an MPI "
-            "world nor ranks that are threads. Use --backend shm or gloo"
+            "world nor ranks that are threads. Use --backend shm or tcp"
         )
     if options.max_restarts and on_host == "threads":
         return (
@@ -323,6 +294,17 @@ def _misuse(options: argparse.Namespace, chosen: _Chosen) -> str:
         return (
             "--jax with backend threads: JAX needs a process for each rank. Use --backend shm, "
             "whose ranks are processes"
+        )
+    if options.mpi4py and on_host == "threads":
+        return (
+            "--mpi4py with backend threads: mpi4py has one COMM_WORLD in a process. Use --backend "
+            "shm, whose ranks are processes"
+        )
+    if options.mpi4py and min_ranks < options.n:
+        return (
+            f"--mpi4py with min_ranks {min_ranks} of {options.n}: a program of mpi4py cannot go on "
+            "without one of its processes. Omit --min-ranks, and use --max-restarts to start all "
+            "again"
         )
     if options.jax and min_ranks < options.n:
         return (
@@ -380,7 +362,7 @@ def _under_jax(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return [str(PROGRAM), *arguments], found
 
 
-def refuse_transports(found: Mapping[str, Setting]) -> None:
+def refuse_transports(found: Mapping[str, config.Setting]) -> None:
     """Refuse transports that cannot be used, once here and not once in every rank.
 
     Raises:
@@ -388,12 +370,12 @@ def refuse_transports(found: Mapping[str, Setting]) -> None:
         BackendUnavailableError: a library that the transport needs is not installed.
     """
     # Imported here: the module imports NumPy.
-    from collective.contract.registry import require
+    from collective.inner import registry
 
     for value in (str(found[key].value) for key in ("backend", "across") if key in found):
-        for name in by_device(value).values() or [value]:
+        for name in keys.by_device(value).values() or [value]:
             if name not in ("auto", "mpi"):  # the launcher looks for mpiexec itself
-                require(name)
+                registry.require(name)
 
 
 def default_size(environ: Mapping[str, str]) -> tuple[int, str]:
@@ -413,7 +395,7 @@ def default_size(environ: Mapping[str, str]) -> tuple[int, str]:
             f"{launched.launcher} has started. Each of these would start its own ranks. Start "
             f"the program itself under {launched.launcher}, or give -n."
         )
-    found = allocation(environ)
+    found = launchers.allocation(environ)
     if found is not None:
         what = "1 rank" if found.ranks == 1 else f"{found.ranks} ranks"
         more = f"; on this host of {found.hosts} only" if found.hosts > 1 else ""
@@ -430,12 +412,6 @@ def say_size(command: str) -> int:
     size, reason = default_size(os.environ)
     print(f"collective {command}: {reason}", file=sys.stderr)
     return size
-
-
-def _restarts(text: str) -> int:
-    if not text.strip().isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}; expected an integer >= 0")
-    return int(text)
 
 
 def _refuse(reason: str) -> int:

@@ -7,7 +7,6 @@ Questions that a broken library could spoil are answered in separate processes
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import platform
 import re
@@ -22,15 +21,10 @@ from typing import Any
 import numpy as np
 
 import collective
-from collective import native
-from collective.contract import registry
-from collective.errors import CollectiveError, ConfigError
-from collective.install import anew
-from collective.start import certificates, choice
+from collective import CollectiveError, ConfigError
+from collective.inner import KEYS, Config, detect, install, load, native, registry
+from collective.start import certificates, choice, launchers
 from collective.start.choice import installed
-from collective.start.config import Config, load
-from collective.start.keys import KEYS
-from collective.start.launchers import Launched, detect
 
 from . import host
 from .mpi import starter_for, starters
@@ -166,7 +160,7 @@ def _settings() -> tuple[dict[str, Any], Config | None]:
             for key in ("launcher", "rank", "size", "local_rank", "local_size")
         },
         "values": {
-            key: {"value": config.shown(key), "origin": config.origin(key)} for key in KEYS
+            key: {"value": config.shown(key), "origin": config.origins[key]} for key in KEYS
         },
         "refused": {str(path): reason for path, reason in config.refused.items()},
     }, config  # fmt: skip
@@ -174,7 +168,7 @@ def _settings() -> tuple[dict[str, Any], Config | None]:
 
 def _native(config: Config | None) -> str:
     if config is not None:
-        native.switch(config.native == "on")
+        native.switch("native" not in config.disable)
     return native.status()
 
 
@@ -187,14 +181,12 @@ def _choice(when: str, config: Config) -> dict[str, str]:
 
 
 def _choices(config: Config) -> list[dict[str, str]]:
-    """Return the transport that the settings lead to under each launcher."""
+    """Return the transport that the settings lead to in examples of launches."""
     situations = (
         ("collective run", "collective", 2, 1),
-        ("mpiexec, 1 host", "mpich", 2, 1),
-        ("mpiexec, 2 hosts of 1", "mpich", 2, 2),
-        ("mpiexec, 2 hosts of 2", "mpich", 4, 2),
         ("torchrun, 2 hosts of 1", "torchrun", 2, 2),
         ("torchrun, 2 hosts of 2", "torchrun", 4, 2),
+        ("mpiexec, 2 hosts of 2", "mpich", 4, 2),
     )
     return [
         _choice(
@@ -205,7 +197,7 @@ def _choices(config: Config) -> list[dict[str, str]]:
                 size=size,
                 local_rank=0,
                 local_size=size // hosts,
-                launched=Launched(launcher, 0, size, 0, size // hosts, "doctor", hosts),
+                launched=launchers.Launched(launcher, 0, size, 0, size // hosts, "doctor", hosts),
             ),
         )
         for when, launcher, size, hosts in situations
@@ -221,8 +213,8 @@ def across_hosts(config: Config | None) -> dict[str, Any]:
     error, known, encrypted, own_store = "", False, False, True
     if config is not None:
         try:
-            known = config.resolved_secret() is not None
-            encrypted = certificates.resolve(config) is not None
+            secret, tls = certificates.resolve(config)
+            known, encrypted = secret is not None, tls is not None
         except ConfigError as refused:
             error = str(refused)
         # torchrun's agent serves PyTorch's own store, which does not support TLS.
@@ -231,7 +223,7 @@ def across_hosts(config: Config | None) -> dict[str, Any]:
     return {
         "joining": {"authenticated": known, "encrypted": encrypted and own_store},
         "control": {"authenticated": known, "encrypted": encrypted},
-        "data": {"authenticated": known, "encrypted": False},
+        "data": {"authenticated": known, "encrypted": encrypted},
         "error": error,
     }
 
@@ -253,19 +245,12 @@ def _packages() -> dict[str, dict[str, Any]]:
         ]
         # CuPy's distributions are named after a CUDA version. torch-geometric is not PyTorch.
         of_it = next((d for d in distributions if d == package or package == "cupy"), "")
-        if of_it or _is_there(package):
+        if of_it or installed(package):
             packages[package] = {"distribution": of_it, "version": versions.get(of_it, "")}
     for wheel in _MPI_WHEELS:
         if wheel in versions:
             packages[wheel] = {"distribution": wheel, "version": versions[wheel]}
     return packages
-
-
-def _is_there(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _questions(names: Sequence[str], packages: Mapping[str, Any]) -> list[list[str]]:
@@ -303,11 +288,7 @@ def _transport(
             found["fix"] = registry.BUILT_IN[name].install
         elif all(packages[package]["error"] for package in there):
             found["reason"] = f"{there[0]} is installed but cannot be imported"
-            found["fix"] = anew(packages[there[0]]["distribution"] or there[0])
-        elif name == "hierarchical":
-            for below in ("gloo", "mpi"):
-                if answer.error == answers[f"connect {below}"].error:
-                    found["reason"] = f"{below} between the hosts does not work"
+            found["fix"] = install.anew(packages[there[0]]["distribution"] or there[0])
     if found["works"] is False and name == "nccl":
         found.update(_why_no_nccl(answers, found["reason"]))
     return {**found, **answer.facts}
@@ -325,8 +306,7 @@ def _why_no_nccl(answers: Mapping[str, Answer], reason: str) -> dict[str, str]:
 
 def _trial(name: str, mpi: Mapping[str, Any]) -> dict[str, Any]:
     question = f"trial {name}"
-    # hierarchical uses gloo between hosts if PyTorch is installed, else MPI, which needs mpiexec.
-    if name == "mpi" or (name == "hierarchical" and not installed("torch")):
+    if name == "mpi":
         vendor = mpi["library"].get("vendor", "")
         starter = starter_for(vendor, mpi["mpiexec"])
         if starter is None:

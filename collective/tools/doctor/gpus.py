@@ -6,8 +6,8 @@ import ctypes
 import os
 from typing import Any
 
-from collective.deadline import Deadline
-from collective.errors import BackendUnavailableError, CollectiveTimeoutError
+from collective import BackendUnavailableError, CollectiveTimeoutError
+from collective.inner import Deadline
 
 __all__ = ["facts", "nccl_facts", "try_nccl"]
 
@@ -111,9 +111,9 @@ def try_nccl() -> None:
         CollectiveError: there is no library, no driver or no GPU, or NCCL fails.
     """
     # Imported here: these modules import the reductions.
-    from collective import cuda
     from collective.backends.nccl import library
     from collective.backends.nccl.engine import NcclComm
+    from collective.inner import cuda
 
     nccl = library.load()
     cuda.driver()

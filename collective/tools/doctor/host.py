@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from collective import CollectiveError
 from collective.backends.shm.layout import Layout
-from collective.errors import CollectiveError
+from collective.inner import FileStore
 from collective.platform import CGROUPS, PROC, SHARED_MEMORY, is_file, shared_file, usable_cores
 from collective.start.network import address_of, interfaces, is_loopback, own_address
-from collective.start.stores import FileStore
 
 __all__ = ["Files", "network", "processors", "shared_memory", "system"]
 

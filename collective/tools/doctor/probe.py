@@ -22,12 +22,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from collective.contract import registry
-from collective.deadline import Deadline
-from collective.errors import CollectiveError
-from collective.launch.processes import mpi_segments, remove_segments
-from collective.start.choice import installed, options
-from collective.start.config import load
+from collective import CollectiveError
+from collective.inner import Deadline, load, registry
+from collective.launch.mpiexec import mpi_segments, remove_segments
+from collective.start.choice import options
 
 from . import gpus
 
@@ -46,9 +44,9 @@ _LAUNCHER = re.compile(
 _OF_TRANSPORTS = {
     "COLLECTIVE_ACROSS",
     "COLLECTIVE_CUDA_LIBRARY",
+    "COLLECTIVE_DISABLE",
     "COLLECTIVE_INTERFACE",
     "COLLECTIVE_NCCL_LIBRARY",
-    "COLLECTIVE_SHM_SINGLE_COPY",
 }
 # Directories in which a process of Open MPI that no mpiexec started would leave files behind.
 _LEFT_BEHIND = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
@@ -259,13 +257,9 @@ def _connect(name: str) -> dict[str, Any]:
 def _options() -> dict[str, str]:
     """Return the settings for single transports; {} if a setting is wrong."""
     try:
-        settings = options(load({}))
+        return options(load({}))
     except CollectiveError:
         return {}
-    # hierarchical uses gloo between hosts if PyTorch is installed, else MPI.
-    if settings["across"] == "gloo" and not installed("torch"):
-        settings["across"] = "mpi"
-    return settings
 
 
 def _trial(name: str) -> dict[str, Any]:
@@ -292,14 +286,14 @@ def _single_copy(_: str) -> dict[str, Any]:
     import ctypes
 
     from collective.backends.shm.permission import Permission
-    from collective.platform import read_process
+    from collective.inner import platform
 
     word, copy = ctypes.c_int64(secrets.randbits(62)), ctypes.c_int64()
     me = os.getpid()
     permission = Permission([me])  # permits the children of this process, too
     child = os.fork()
     if child == 0:
-        read = read_process(me, ctypes.addressof(word), ctypes.addressof(copy), 8)
+        read = platform.read_process(me, ctypes.addressof(word), ctypes.addressof(copy), 8)
         os._exit(0 if read and copy.value == word.value else 1)
     works = os.waitpid(child, 0)[1] == 0
     permission.withdraw()

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from collective.install import anew
-from collective.start.config import not_read
+from collective.inner import install, not_read
 
 from .mpi import mates, starter_for
 
@@ -50,7 +49,7 @@ def problems(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         elif found["error"]:
             yield _problem(
                 f"{package} is installed but cannot be imported: {found['error']}",
-                anew(found["distribution"] or package),
+                install.anew(found["distribution"] or package),
             )
     yield from _problems_of_torch(report)
     yield from _problems_of_nccl(report)

@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.contract import registry
-from collective.errors import BackendError, CollectiveError, UnsupportedError
-from collective.launch.command_starter import under_mpiexec
-from collective.launch.mpiexec import Mpiexec
-from collective.launch.outcome import RankDiedError, RankHungError, RanksFailedError
-from collective.launch.ranks import FunctionJob, Participant, Ranks
-from collective.start.session import init
-from collective.testing.frameworks import framework
+from collective import BackendError, CollectiveError, Communicator, UnsupportedError, init
+from collective.inner import (
+    Mpiexec,
+    Participant,
+    Ranks,
+    RanksFailedError,
+    framework,
+    registry,
+    under_mpiexec,
+)
+from collective.launch.ranks import FunctionJob
 
 __all__ = ["exercise", "run"]
 
@@ -37,7 +39,7 @@ def run(name: str, mpiexec: str = "") -> dict[str, Any]:
         mpiexec: program that starts the ranks, if they are an MPI world.
 
     Raises:
-        CollectiveError: the trial failed; the text has every rank's reason.
+        CollectiveError: the trial failed; the text has the cause.
     """
     devices = registry.find(name).capabilities.devices
     if not devices & {"cpu", "cuda"}:
@@ -45,21 +47,25 @@ def run(name: str, mpiexec: str = "") -> dict[str, Any]:
             f"trial: transport {name!r} takes arrays on {', '.join(sorted(devices))} only; the "
             "trial can only use arrays on the CPU and on NVIDIA's GPUs."
         )
-    if mpiexec:
-        return _under_mpiexec(name, mpiexec)
     from collective.testing import run_ranks
 
     try:
-        facts: dict[str, Any] = run_ranks(
-            2, exercise, backend=name, timeout=_TRIAL_S, call_timeout=_CALL_S
-        )[0]
+        if mpiexec:
+            # Start the ranks in this process's session: whoever kills the session ends them, too.
+            program = Mpiexec(program=mpiexec)
+            starter = under_mpiexec(2, program, lasting=False, session=False)
+            with Ranks(2, starter) as ranks:
+                results = ranks.results(FunctionJob(_try, (name,)), _TRIAL_S)
+        else:
+            results = run_ranks(2, exercise, backend=name, timeout=_TRIAL_S, call_timeout=_CALL_S)
     except RanksFailedError as error:
         rank, cause = next(iter(error.errors.items()))
-        # Errors of this package name the rank. For a library's error, add the rank and the class.
+        # Errors of this package name the rank. For other errors, add the rank and the class.
         kind = (
             "" if isinstance(cause, CollectiveError) else f"rank {rank}: {type(cause).__name__}: "
         )
         raise BackendError(f"{kind}{cause}", name) from error
+    facts: dict[str, Any] = results[0]
     return facts
 
 
@@ -127,9 +133,6 @@ def _median(comm: Communicator, x: Any, calls: int) -> float:
     return statistics.median(rounds[1:])
 
 
-# -- over MPI, whose own launcher starts the ranks -------------------------------------------------
-
-
 def _try(_: Participant, name: str) -> dict[str, Any]:
     """Take part as one of the two ranks that mpiexec has started."""
     os.chdir(tempfile.gettempdir())  # settings files in the current directory must not apply
@@ -141,18 +144,3 @@ def _try(_: Participant, name: str) -> dict[str, Any]:
                 name,
             )
         return exercise(comm)
-
-
-def _under_mpiexec(name: str, mpiexec: str) -> dict[str, Any]:
-    # Start the ranks in this process's session: whoever kills the session ends them, too.
-    starter = under_mpiexec(2, Mpiexec(program=mpiexec), lasting=False, session=False)
-    with Ranks(2, starter) as ranks:
-        try:
-            facts: dict[str, Any] = ranks.results(FunctionJob(_try, (name,)), _TRIAL_S)[0]
-        except RanksFailedError as failure:
-            errors = failure.errors.values()
-            wrong = [str(e) if isinstance(e, CollectiveError) else repr(e) for e in errors]
-            if all(isinstance(error, (RankDiedError, RankHungError)) for error in errors):
-                wrong.append(" ".join(starter.output().split())[-600:])
-            raise BackendError(" ".join(dict.fromkeys(wrong)), name) from failure
-    return facts

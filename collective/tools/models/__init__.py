@@ -1,1 +1,1 @@
-"""The models that bench times and parity trains, in each framework, with their steps."""
+"""The models that parity trains and benchmarks time, in each framework, with their steps."""

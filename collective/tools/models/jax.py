@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from collective import Communicator
 from collective.adapters.jax import average_gradients
-from collective.communicator import Communicator
-from collective.tools.parity import weights
+from collective.tools.models import networks
+from collective.tools.models.networks import Layer
 
-__all__ = ["LeNet", "Perceptron", "train"]
+__all__ = ["Network", "train"]
 
 Array = np.ndarray[Any, Any]
 _Parameters = dict[str, Any]
@@ -24,70 +25,37 @@ _Parameters = dict[str, Any]
 optax: Any = importlib.import_module("optax")
 
 
-class _Network:
-    """Network whose parameters have PyTorch's names and layouts.
-
-    Attributes:
-        parameters: NumPy arrays by name.
-    """
-
-    layers: ClassVar[dict[str, tuple[int, ...]]]
-
-    def __init__(self) -> None:
-        self.parameters: dict[str, Array] = {}
-        for name, shape in self.layers.items():
-            self.parameters[f"{name}.weight"] = np.zeros(shape)
-            self.parameters[f"{name}.bias"] = np.zeros(shape[:1])
-
-
-class LeNet(_Network):
-    """LeCun et al., "Gradient-based learning applied to document recognition" (1998)."""
-
-    layers: ClassVar = {
-        "conv1": (6, 1, 5, 5), "conv2": (16, 6, 5, 5),
-        "fc1": (120, 400), "fc2": (84, 120), "fc3": (10, 84),
-    }  # fmt: skip
-
-    @staticmethod
-    def scores(parameters: _Parameters, images: Any) -> Any:
-        """Return scores, ``[n, 10]``, of images ``[n, 1, 28, 28]``."""
-        h = _pooled(jnp.tanh(_convolved(parameters, "conv1", images, padding=2)))
-        h = _pooled(jnp.tanh(_convolved(parameters, "conv2", h, padding=0)))
-        h = jnp.tanh(_linear(parameters, "fc1", h.reshape(len(h), -1)))
-        return _linear(parameters, "fc3", jnp.tanh(_linear(parameters, "fc2", h)))
-
-
-class Perceptron(_Network):
-    """Perceptron with two hidden layers."""
-
-    layers: ClassVar = {"fc1": (64, 784), "fc2": (32, 64), "fc3": (10, 32)}
-
-    @staticmethod
-    def scores(parameters: _Parameters, images: Any) -> Any:
-        """Return scores, ``[n, 10]``, of images ``[n, 1, 28, 28]``."""
-        h = jax.nn.relu(_linear(parameters, "fc1", images.reshape(len(images), -1)))
-        return _linear(parameters, "fc3", jax.nn.relu(_linear(parameters, "fc2", h)))
-
-
-def _convolved(parameters: _Parameters, name: str, x: Any, padding: int) -> Any:
+def _convolved(layer: Layer, x: Any, weight: Any, bias: Any) -> Any:
     h = jax.lax.conv_general_dilated(
-        x, parameters[f"{name}.weight"], (1, 1), [(padding, padding)] * 2,
+        x, weight, (1, 1), [(layer.padding, layer.padding)] * 2,
         dimension_numbers=("NCHW", "OIHW", "NCHW"),
     )  # fmt: skip
-    return h + parameters[f"{name}.bias"][:, None, None]
+    return h + bias[:, None, None]
 
 
-def _pooled(x: Any) -> Any:
-    window = (1, 1, 2, 2)
-    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, window, "VALID")
+def _pooled(layer: Layer, x: Any) -> Any:
+    window, stride = ((1, 1, n, n) for n in (layer.kernel, layer.stride))
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, stride, "VALID")
 
 
-def _linear(parameters: _Parameters, name: str, x: Any) -> Any:
-    return x @ parameters[f"{name}.weight"].T + parameters[f"{name}.bias"]
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "convolution": _convolved,
+    "linear": lambda layer, x, weight, bias: x.reshape(len(x), -1) @ weight.T + bias,
+    "max": _pooled,
+    "tanh": lambda layer, x: jnp.tanh(x),
+    "relu": lambda layer, x: jax.nn.relu(x),
+}
+
+
+class Network(NamedTuple):
+    """Chain of layers with ``weights``, by name."""
+
+    layers: tuple[Layer, ...]
+    weights: dict[str, Array]
 
 
 @functools.cache
-def _compiled(scores_of: Callable[..., Any], optimizer: str) -> tuple[Any, Any, Any]:
+def _compiled(layers: tuple[Layer, ...], optimizer: str) -> tuple[Any, Any, Any]:
     """Return the optimizer, the compiled gradients, and the compiled update."""
     stepper = {
         "sgd": lambda: optax.sgd(0.05, momentum=0.9),
@@ -95,7 +63,7 @@ def _compiled(scores_of: Callable[..., Any], optimizer: str) -> tuple[Any, Any, 
     }[optimizer]()
 
     def loss(parameters: _Parameters, x: Any, y: Any, scale: Any) -> Any:
-        scores = scores_of(parameters, x)
+        scores = networks.forward(layers, x, _FUNCTIONS, parameters.__getitem__)
         return optax.softmax_cross_entropy_with_integer_labels(scores, y).mean() * scale
 
     def update(parameters: _Parameters, state: Any, gradients: _Parameters) -> Any:
@@ -106,29 +74,24 @@ def _compiled(scores_of: Callable[..., Any], optimizer: str) -> tuple[Any, Any, 
 
 
 def train(
-    comm: Communicator | None,
-    model: Any,
-    start: dict[str, Array],
-    optimizer: str,
-    batches: list[tuple[Array, Array, float]],
-    reduce: Callable[[Any], Any] | None,
-) -> dict[str, Array]:
+    comm: Communicator | None, model: Network, start: dict[str, Array], optimizer: str,
+    batches: Sequence[networks.Batch], **how: Any,
+) -> dict[str, Array]:  # fmt: skip
     """Train a network from ``start`` and return its weights, as :func:`.torch.train` does.
 
     Args:
         comm, start, optimizer, batches: as in :func:`.torch.train`.
-        model: :class:`LeNet` or :class:`Perceptron`.
-        reduce: None for the average; any function for the average in rank order.
+        model: the network.
+        how: ``reduce``, any function, for the average in rank order; or nothing.
     """
-    weights.put(model.parameters, start)
-    order: Literal["rank"] | None = None if reduce is None else "rank"
+    order: Literal["rank"] | None = "rank" if how else None
     with jax.enable_x64(True):
-        stepper, gradients_of, update = _compiled(model.scores, optimizer)
-        parameters = {name: jnp.asarray(value) for name, value in model.parameters.items()}
+        stepper, gradients_of, update = _compiled(model.layers, optimizer)
+        parameters = {name: jnp.asarray(value) for name, value in start.items()}
         state = stepper.init(parameters)
-        for x, y, scale in batches:
+        for ((x, y, scale),) in batches:
             gradients = gradients_of(parameters, x, y, scale)
             if comm is not None:
                 gradients = average_gradients(gradients, comm, order=order)
             parameters, state = update(parameters, state, gradients)
-    return weights.taken({name: np.asarray(value) for name, value in parameters.items()})
+    return networks.taken({name: np.asarray(value) for name, value in parameters.items()})

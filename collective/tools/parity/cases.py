@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from collective import DtypeError, ReduceOp
 from collective.algorithms.arithmetic import check as check_op
-from collective.errors import DtypeError
-from collective.memory import nested
-from collective.memory.dtypes import BY_NAME
-from collective.ops import NAMES, ReduceOp
+from collective.inner import BY_NAME, nested
+from collective.ops import NAMES
 
 __all__ = [
-    "CONDUCT",
     "DTYPES",
     "MOVES",
     "OPERATIONS",
@@ -32,11 +30,7 @@ REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "scan")
 MOVES = (
     "broadcast", "scatter", "gather", "all_gather", "all_to_all", "sendrecv", "send_recv",
 )  # fmt: skip
-#: Conduct that is not about numbers but must be the same on all transports: :mod:`.conduct`.
-CONDUCT = (
-    "barrier", "messages", "reuse", "groups", "symmetric", "mismatch", "failing", "leaving",
-)  # fmt: skip
-OPERATIONS = (*REDUCTIONS, *MOVES, *CONDUCT)
+OPERATIONS = (*REDUCTIONS, *MOVES)
 #: The calls with a root.
 ROOTED = ("reduce", "broadcast", "scatter", "gather")
 #: The reductions; ``"user"`` stands for a user-defined operator that does not commute.
@@ -107,8 +101,6 @@ class Case:
 
     def title(self) -> str:
         """Return the case as text, such as ``all_reduce(sum) of numpy float32[3, 5]``."""
-        if self.operation in CONDUCT:
-            return self.operation
         options = [] if self.operation not in REDUCTIONS else [self.op]
         options += [f"order={self.order!r}"] if self.order else []
         options += [f"root={self.root}"] if self.operation in ROOTED else []

@@ -9,15 +9,11 @@ from typing import Any
 import numpy as np
 
 import collective
-from collective.communicator import Communicator
-from collective.errors import UnsupportedError
-from collective.memory import nested
-from collective.memory.dtypes import BY_NAME
-from collective.testing.frameworks import ArrayFramework, framework
+from collective import Communicator, UnsupportedError
+from collective.inner import BY_NAME, ArrayFramework, framework, nested
 from collective.testing.samples import spread, told
 
 from . import oracle
-from .bounds import ulp
 from .cases import REDUCTIONS, ROOTED, Case, CaseLeaf
 
 __all__ = ["Difference", "Verdict", "call", "prepare", "run_case"]
@@ -45,7 +41,7 @@ class Verdict:
         status: ``"passed"``, ``"failed"`` or ``"unsupported"`` (refused by the library, with
             UnsupportedError).
         error: largest error, in units in the last place; see
-            :mod:`collective.tools.parity.bounds`.
+            :mod:`collective.tools.parity.oracle`.
         bound: largest error that is allowed.
         text: description of the failure, or why the case is not supported.
     """
@@ -250,7 +246,7 @@ def _errors(found: Array, reference: oracle.Reference, dtype: str, what: str) ->
         with np.errstate(invalid="ignore", over="ignore"):
             apart = (oracle.decoded(found, dtype) - expected) - low
             size = np.hypot(apart[..., 0], apart[..., 1]) if found.dtype.kind == "c" else abs(apart)
-            errors = size / ulp(reference.magnitude, dtype)
+            errors = size / oracle.ulp(reference.magnitude, dtype)
         wrong = ~(errors <= reference.bound)
         if not wrong.any():
             return float(errors.max())

@@ -1,41 +1,83 @@
-"""The inputs of every rank of a case, and the expected results.
+r"""The inputs of every rank of a case, the expected results, and the bounds of their errors.
 
 The oracle of the conformance kit, :mod:`collective.testing.samples`, folds and moves. This module
 adds numbers whose folds are rounded: floating numbers with all the bits of their dtype, of
-different magnitudes and signs. Their exact sum or product is computed in twice float64's precision.
+different magnitudes and signs. Their exact sum or product is computed in Python's integers.
 A result may differ from it by as much as the order of a fold can change it. All other results must
 be exact. For the minimum and maximum, some numbers are zeros of both signs, infinities and NaN.
+
+**Bounds.** They hold for every order of the operands. With unit roundoff ``u`` (half the distance
+from 1 to the next number) and
+``gamma(k) = k u / (1 - k u)``, after Higham, *Accuracy and Stability of Numerical Algorithms*,
+2nd edition, SIAM 2002:
+
+=============  ==========================================================  ==================
+op             \|computed - exact\|   over n ranks is at most               source
+=============  ==========================================================  ==================
+sum            ``gamma(n - 1) Σ|x|``                                       section 4.2, (4.4)
+avg            ``gamma(n) Σ|x| / n``: a division more                      with Lemma 3.1
+premul_sum     ``gamma(n) Σ|f x|``: a product before                       with Lemma 3.1
+prod           ``gamma(n - 1) Π|x|``                                       Lemma 3.1
+prod, complex  ``((1 + √2 gamma(2))**(n - 1) - 1) Π|x|``                   Lemma 3.5
+others         0
+=============  ==========================================================  ==================
+
+The bounds hold for each order because every term goes through at most that many roundings. They
+also hold for transports that add in a wider type and round once. For complex numbers the error is
+the modulus of the difference, and the same bounds hold by Minkowski's inequality.
+
+The unit of errors is the unit in the last place of the *magnitude* on the right-hand side
+(``Σ|x|``, …): ``ulp(m) = 2**floor(log2 m) · 2 u``. As ``m < 2**(floor(log2 m) + 1)``, an error of
+at most ``gamma m`` is an error of at most ``gamma / u`` ULP. This bound depends on dtype and ranks
+alone: it is 1 / (1 - u) for the sum of two, for any numbers. A unit in the last place of the result
+would not do: if the terms cancel, any digit of the result may be wrong, and no algorithm can help
+that.
+
+**Arithmetic.** Every number is a whole multiple of 2**-64, so integers fold them without rounding.
+A pair ``(high, low)`` of float64 arrays holds a fold: the nearest numbers, and the nearest ones to
+what is left of it.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from collective.memory import nested
-from collective.memory.dtypes import BY_NAME
+from collective.inner import BY_NAME, encoded, framework, nested
 from collective.testing import samples
-from collective.testing.frameworks import encoded, framework, widened
+from collective.testing.frameworks import widened
 from collective.testing.samples import INFINITY_AND_NAN
 
-from . import double_double as dd
-from .bounds import ROUNDED, bound
 from .cases import REDUCTIONS, Case, CaseLeaf
 
-__all__ = ["Reference", "decoded", "factor", "inputs", "references", "special", "values"]
+__all__ = [
+    "Pair", "Reference", "bound", "decoded", "factor", "inputs", "references", "special", "ulp",
+    "unit_roundoff", "values",
+]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
+Pair = tuple[Array, Array]
 
 # Number of arrays in a cache. Cases of several operations and frameworks share large arrays.
 _KEPT = 24
 # Number of numbers that are drawn; larger arrays repeat them. No chunk that a transport cuts is a
 # multiple of it.
 _PERIOD = 8191
+#: The reductions that round; all others are exact.
+ROUNDED = ("sum", "prod", "avg", "premul_sum")
+
+# Bits of the significand, including the hidden bit.
+_PRECISION = {
+    "bfloat16": 8, "float16": 11, "float32": 24, "complex64": 24, "float64": 53, "complex128": 53,
+}  # fmt: skip
+# Every drawn number is a whole multiple of 1 / _ONE.
+_ONE = 1 << 64
 
 
 @dataclass(frozen=True)
@@ -45,14 +87,14 @@ class Reference:
     Attributes:
         shape: shape of the array.
         bits: the array in its storage, if the result is exact; else None.
-        value: the result in twice float64's precision; a complex array has a last axis of two.
-        magnitude: magnitude for the unit of errors; see :mod:`collective.tools.parity.bounds`.
+        value: the result as a pair; a complex array has a last axis of two.
+        magnitude: magnitude for the unit of errors; see "Bounds" above.
         bound: largest error that is allowed, in units in the last place of the magnitude.
     """
 
     shape: tuple[int, ...]
     bits: Array | None
-    value: dd.Pair | None = None
+    value: Pair | None = None
     magnitude: Array | None = None
     bound: float = 0.0
 
@@ -201,32 +243,52 @@ def _folded(
     # A fold in rank order is that of the kit. If nothing rounds, all orders give its result.
     if order == "rank" or op not in ROUNDED or BY_NAME[dtype].kind not in "fc":
         return Reference(shape, samples.folded(op, arrays, dtype))
-    value, magnitude = _in_twice_float64(op, arrays, dtype, size)
+    value, magnitude = _exact(op, arrays, dtype, size)
     return Reference(shape, None, value, magnitude, bound(op, dtype, ranks))
 
 
-def _in_twice_float64(
-    op: str, arrays: Sequence[Array], dtype: str, size: int
-) -> tuple[dd.Pair, Array]:
-    """Return the fold to about 100 bits, and the magnitude for the unit of its errors."""
-    terms = [dd.exact(decoded(array, dtype)) for array in arrays]
-    modulus = functools.partial(_modulus, dtype=dtype)
-    if op == "prod":
-        times = _complex_product if BY_NAME[dtype].kind == "c" else dd.multiply
-        product = functools.reduce(times, terms)
-        return product, modulus(product[0])
+def _exact(op: str, arrays: Sequence[Array], dtype: str, size: int) -> tuple[Pair, Array]:
+    """Return the fold, and the magnitude for the unit of its errors."""
+    # Large arrays repeat their numbers, so fold each number once.
+    terms = [_whole(decoded(array.ravel()[:_PERIOD], dtype)) for array in arrays]
+    one = _ONE * size if op == "avg" else _ONE
     if op == "premul_sum":
         factors = np.array([factor(rank) for rank in range(len(terms))])
-        rounded = decoded(encoded(factors, _real(dtype)), _real(dtype))
-        terms = [
-            dd.multiply(term, dd.exact(np.full_like(term[0], multiplier)))
-            for term, multiplier in zip(terms, rounded)
-        ]
-    total = functools.reduce(dd.add, terms)
-    magnitude = np.sum([modulus(term[0]) for term in terms], axis=0)
-    if op == "avg":
-        return dd.divide(total, float(size)), magnitude / size
-    return total, magnitude
+        rounded = _whole(decoded(encoded(factors, _real(dtype)), _real(dtype)))
+        terms, one = [term * multiplier for term, multiplier in zip(terms, rounded)], _ONE**2
+    if op == "prod":
+        times = _complex_product if BY_NAME[dtype].kind == "c" else operator.mul
+        total, one = functools.reduce(times, terms), _ONE ** len(terms)
+    else:
+        total = functools.reduce(operator.add, terms)
+    near = total / one
+    rest = np.array([_rest(number, one, high) for number, high in zip(total.flat, near.flat)])
+    moduli = [
+        _modulus((term / one).astype(float), dtype) for term in ([total] if op == "prod" else terms)
+    ]
+    shape = arrays[0].shape
+    pair_shape = (*shape, 2) if BY_NAME[dtype].kind == "c" else shape
+    pair = np.resize(near.astype(float), pair_shape), np.resize(rest.astype(float), pair_shape)
+    return pair, np.resize(np.sum(moduli, axis=0), shape)
+
+
+def _whole(numbers: Array) -> Array:
+    """Return numbers in units of ``1 / _ONE``, as an array of Python's integers."""
+    whole = [int(number) for number in (numbers * float(_ONE)).ravel().tolist()]
+    return np.array(whole, object).reshape(numbers.shape)
+
+
+def _rest(number: int, one: int, near: float) -> float:
+    """Return ``number / one - near``, rounded once."""
+    over, under = near.as_integer_ratio()
+    return (number * under - over * one) / (one * under)
+
+
+def _complex_product(a: Array, b: Array) -> Array:
+    """Return the product of arrays whose last axis has the real and the imaginary part."""
+    real = a[..., 0] * b[..., 0] - a[..., 1] * b[..., 1]
+    imaginary = a[..., 0] * b[..., 1] + a[..., 1] * b[..., 0]
+    return np.stack([real, imaginary], -1)
 
 
 def _modulus(x: Array, dtype: str) -> Array:
@@ -237,17 +299,35 @@ def _real(dtype: str) -> str:
     return {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
 
 
-def _complex_product(a: dd.Pair, b: dd.Pair) -> dd.Pair:
-    """Return the product of pairs whose last axis has the real and the imaginary part."""
-    (ar, ai), (br, bi) = (_parts(x) for x in (a, b))
-    minus = dd.multiply(ai, bi)
-    real = dd.add(dd.multiply(ar, br), (-minus[0], -minus[1]))
-    imaginary = dd.add(dd.multiply(ar, bi), dd.multiply(ai, br))
-    return (
-        np.stack([real[0], imaginary[0]], -1),
-        np.stack([real[1], imaginary[1]], -1),
-    )
+# -- bounds and units of errors ----------------------------------------------------------------
 
 
-def _parts(x: dd.Pair) -> tuple[dd.Pair, dd.Pair]:
-    return (x[0][..., 0], x[1][..., 0]), (x[0][..., 1], x[1][..., 1])
+def unit_roundoff(dtype: str) -> float:
+    """Return ``u``, the largest relative error of rounding to ``dtype``, or to a complex's parts.
+
+    Raises:
+        KeyError: results of this dtype are not rounded.
+    """
+    return 2.0 ** -_PRECISION[dtype]
+
+
+def bound(op: str, dtype: str, terms: int) -> float:
+    """Return the error bound for the fold of ``terms`` arrays, in ULP of its magnitude."""
+    if dtype not in _PRECISION or op not in ROUNDED:
+        return 0.0
+    u = unit_roundoff(dtype)
+
+    def gamma(k: int) -> float:
+        return k * u / (1 - k * u)
+
+    if op in ("avg", "premul_sum"):
+        return gamma(terms) / u
+    if op == "prod" and dtype.startswith("complex"):
+        return math.expm1((terms - 1) * math.log1p(math.sqrt(2) * gamma(2))) / u
+    return gamma(terms - 1) / u
+
+
+def ulp(magnitude: Any, dtype: str) -> Any:
+    """Return the unit in the last place of ``dtype`` at some magnitudes, none of which is 0."""
+    _, exponent = np.frexp(magnitude)
+    return np.ldexp(2 * unit_roundoff(dtype), exponent - 1)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import pprint
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from collective.errors import InvalidArgumentError
-from collective.testing.frameworks import framework
+from collective import InvalidArgumentError
+from collective.inner import framework
 
 from .cases import MOVES, REDUCTIONS, ROOTED, Case, CaseLeaf, reduces
 from .runner import CaseResult, CaseRunner, Comparison
-from .snippets import snippet
 from .transports import Transport
 
 try:
@@ -29,6 +29,15 @@ __all__ = ["cases", "explore"]
 _LENGTH, _LONG = 6, 40_000
 _STEPS = (1, 2, 3, -1, -2)
 _SEEDS = 1000
+_PROGRAM = """\
+from collective.tools.parity.cases import Case, CaseLeaf
+from collective.tools.parity.runner import reproduce
+
+CASE = {case}
+
+if __name__ == "__main__":
+    reproduce("{backend}", {size}, CASE)
+"""
 
 
 class _Failing(Exception):
@@ -83,7 +92,11 @@ def explore(
                 "passed": False,
                 "case": f"{smallest.case.title()}, {smallest.size} ranks",
                 "text": flaky + smallest.text,
-                "snippet": snippet(transport.backend, smallest.size, smallest.case),
+                "snippet": _PROGRAM.format(
+                    case=pprint.pformat(smallest.case),
+                    backend=transport.backend,
+                    size=smallest.size,
+                ),
             }
     return found
 

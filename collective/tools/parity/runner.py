@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from collective.errors import BackendUnavailableError
-from collective.testing import RankFactory, RankPool, RanksFailedError
-from collective.testing.frameworks import framework
+from collective import BackendUnavailableError
+from collective.inner import framework
+from collective.testing import RankFactory, RankPool, RanksFailedError, run_ranks
 
-from . import conduct, execution
-from .cases import CONDUCT, Case, CaseLeaf, matrix
+from . import execution
+from .cases import Case, matrix
 from .execution import Verdict
 from .transports import Transport
 
-__all__ = ["CaseResult", "CaseRunner", "Comparison", "on_ranks", "row", "run"]
+__all__ = ["CaseResult", "CaseRunner", "Comparison", "on_ranks", "reproduce", "row", "run"]
 
 # Seconds in which ranks must import their frameworks, also on a busy machine.
 _PREPARE_S = 120.0
 # Longest time of a job, as a multiple of a call's timeout. After that the ranks count as hung.
 _JOB_SHARE = 2.0
-# Seconds until ranks that train, or compute in pieces, count as hanging.
+# Seconds until ranks that train count as hanging.
 _JOB_S = 180.0
 # Length of the end of an error's text that a row of the report has.
 _TEXT = 600
@@ -78,29 +78,21 @@ class Comparison:
             cases += matrix(self.operations, ops, dtypes, self.shapes, names, self.seed)
         nth = {dtype: index for index, dtype in enumerate(self.dtypes)}
         cases.sort(key=lambda case: (nth[case.dtype], case.shape_class, case.op))
-        if transport.on_host and "numpy" in self.frameworks:
-            cases += [Case(name, CaseLeaf((1,))) for name in self.operations if name in CONDUCT]
         return cases
 
 
-@dataclass(frozen=True)
-class CaseResult:
-    """Outcome of one case on one transport with one number of ranks.
+@dataclass(frozen=True, kw_only=True)
+class CaseResult(Verdict):
+    """Outcome of one case on all ranks; see :class:`~.execution.Verdict`.
 
     Attributes:
-        status: ``"passed"``, ``"failed"``, ``"unsupported"``.
-        error, bound: largest error of any rank, and the largest error that is allowed, both in
-            units in the last place.
-        text: description of the failure, or why the case is not supported.
+        transport, size: name of the transport, and number of ranks.
+        case: the case.
     """
 
     transport: str
     size: int
     case: Case
-    status: str
-    error: float = 0.0
-    bound: float = 0.0
-    text: str = ""
 
 
 class CaseRunner:
@@ -140,10 +132,8 @@ class CaseRunner:
             verdict = self._verdict(case)
         # A failure may have left the communicator unusable, so the next case gets a new one.
         self._after_failure = verdict.status == "failed"
-        return CaseResult(
-            self._transport.name, self._size, case, verdict.status, verdict.error, verdict.bound,
-            verdict.text,
-        )  # fmt: skip
+        name, size = self._transport.name, self._size
+        return CaseResult(**vars(verdict), transport=name, size=size, case=case)
 
     def _prepare(self) -> None:
         """Start the ranks that are missing, and let all ranks import their frameworks."""
@@ -157,9 +147,6 @@ class CaseRunner:
 
     def _verdict(self, case: Case) -> Verdict:
         try:
-            if case.operation in CONDUCT:
-                reason = conduct.hold(self._factory, self._size, case.operation)
-                return Verdict("unsupported" if reason else "passed", text=reason)
             verdicts = self._factory.run(
                 self._size,
                 execution.run_case,
@@ -168,12 +155,10 @@ class CaseRunner:
                 fresh=self._after_failure,
             )
             return _worst(verdicts)
-        except (AssertionError, RanksFailedError) as failure:
+        except RanksFailedError as failure:
             self._prepared = False  # ranks that died or hung are replaced
-            text = str(failure)
-            if isinstance(failure, RanksFailedError):
-                cause = failure.cause
-                text = f"{case.title()}: {type(cause).__name__}: {cause}\n{text}"
+            cause = failure.cause
+            text = f"{case.title()}: {type(cause).__name__}: {cause}\n{failure}"
             return Verdict("failed", float("inf"), text=text)
 
 
@@ -228,6 +213,12 @@ def _run_over(
                 report(ranks.run(case))
 
 
+def reproduce(backend: str, size: int, case: Case) -> None:
+    """Run one case and print each rank's verdict."""
+    for rank, verdict in enumerate(run_ranks(size, execution.run_case, case, backend=backend)):
+        print(f"rank {rank}: {verdict.status} {verdict.text}")
+
+
 def on_ranks(
     plan: Comparison,
     what: str,
@@ -235,9 +226,10 @@ def on_ranks(
     rows: list[dict[str, Any]],
     function: Callable[..., Any],
     *arguments: Any,
-    alone: bool = True,
 ) -> Iterator[tuple[str, int, list[Any]]]:
     """Call a function on the ranks of every usable transport, with every number of ranks.
+
+    One rank is also tried. It sends nothing, so one transport does.
 
     Args:
         plan: the transports and the numbers of ranks.
@@ -245,14 +237,13 @@ def on_ranks(
         say: called with a text about the current computation.
         rows: gets a row that has not passed for each group of ranks that failed.
         function: function of the communicator and ``arguments``.
-        alone: if true, one rank is also tried. It sends nothing, so one transport does.
 
     Yields:
         Name of the transport, number of ranks, and the ranks' results.
     """
     usable = [each for each in plan.transports if not each.reason and each.on_host]
     for number, transport in enumerate(usable):
-        for size in sorted({*plan.sizes} | ({1} if alone and number == 0 else set())):
+        for size in sorted({*plan.sizes} | ({1} if number == 0 else set())):
             say(f"{what}: {transport.name}, {size} ranks")
             try:
                 with RankPool(size, transport.backend, timeout=_JOB_S) as pool:

@@ -3,37 +3,33 @@
 Training uses double precision. There the rounding of a sum over R parts and of a sum over the whole
 batch differ by 1e-16 relative. The effect of that on the trained weights stays far below the
 tolerances, while the effect of a wrong gradient does not.
+
+Where the library folds gradients in the same order, digests of the weights are compared: in rank
+order between transports, and of virtual shards between any numbers of ranks. If the digests of
+shards differ, a framework's kernels on this machine round differently from rank to rank or from run
+to run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import hashlib
 import importlib
 import importlib.util
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from collective.communicator import Communicator
-from collective.errors import InvalidArgumentError
-from collective.testing.frameworks import framework
+from collective import Communicator, InvalidArgumentError
+from collective.inner import framework
+from collective.tools.models import networks
 
-from . import weights
 from .runner import Comparison, on_ranks, row
 
-__all__ = [
-    "TOLERANCES",
-    "Setup",
-    "compare",
-    "make",
-    "require",
-    "setups_of",
-    "train",
-]
+__all__ = ["TOLERANCES", "Setup", "compare", "require", "train"]
 
 Array = np.ndarray[Any, Any]
 
@@ -42,13 +38,14 @@ Array = np.ndarray[Any, Any]
 #: their noise.
 TOLERANCES = {"sgd": 1e-12, "adam": 1e-10}
 
-_MODELS = ("lenet", "mlp")
-_CLASSES = {"lenet": "LeNet", "mlp": "Perceptron"}
+_MODELS = {"lenet": networks.LENET, "mlp": networks.perceptron(784, 64, 32, 10)}
 _FRAMEWORKS = ("torch", "chainer", "jax")
-#: The frameworks of a user's pair of models, in the order of the pair.
+# The frameworks that have virtual shards; those of a user's pair of models, in its order.
 _PAIR = ("torch", "chainer")
 # A multiple of each number of ranks up to 4, but not of 5.
 _BATCH = 24
+# Beginning of the names of initial weights in a file.
+_START = "start "
 
 
 @dataclass(frozen=True)
@@ -59,15 +56,24 @@ class Setup:
         framework: ``"torch"``, ``"chainer"`` or ``"jax"``.
         model: ``"lenet"``, ``"mlp"``, or ``module:function``, whose function returns a pair.
         optimizer: ``"sgd"`` or ``"adam"``.
-        start: path of a safetensors file with the initial weights.
-        data: path of a NumPy file with inputs ``x`` and targets ``y``, a row for each step.
+        data: path of a NumPy file with inputs ``x`` and targets ``y``, a row for each step, and the
+            initial weights by name.
     """
 
     framework: str
     model: str
     optimizer: str
-    start: str
     data: str
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.optimizer}, {self.framework}"
+
+    @property
+    def start(self) -> dict[str, Array]:
+        """The initial weights, by name."""
+        with np.load(self.data) as arrays:
+            names = [name for name in arrays.files if name.startswith(_START)]
+            return {name.removeprefix(_START): arrays[name] for name in names}
 
 
 def require(plan: Comparison, model: str | None) -> list[str]:
@@ -89,7 +95,6 @@ def require(plan: Comparison, model: str | None) -> list[str]:
             f"--train: got the frameworks {', '.join(plan.frameworks)} (expected torch or chainer, "
             "or jax with the package optax and without --model)."
         )
-    weights.library()
     if model is None:
         _digits(plan.seed)
     else:
@@ -98,7 +103,7 @@ def require(plan: Comparison, model: str | None) -> list[str]:
 
 
 def compare(
-    plan: Comparison, steps: int, model: str | None, say: Callable[[str], None]
+    plan: Comparison, steps: int, model: str | None, shards: int | None, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Train in every framework, over every transport, and compare the weights.
 
@@ -106,89 +111,70 @@ def compare(
         plan: the transports, frameworks, numbers of ranks and the seed.
         steps: number of steps of each run.
         model: ``module:function`` of a user's pair; None for LeNet and the perceptron.
+        shards: number of virtual shards to train on, too; it must divide the number of samples in a
+            batch. None for no such training.
         say: called with a text about the current training.
 
     Returns:
-        A row for each comparison: ``what``, ``passed``, ``difference`` and ``allowed``.
+        A row for each comparison: ``what``, ``passed``, ``difference`` and ``allowed``; for digests
+        ``text`` instead of a difference.
 
     Raises:
-        InvalidArgumentError: a package is missing, or ``model`` does not return a pair.
+        InvalidArgumentError: a package is missing, ``model`` does not return a pair, or the shards
+            do not divide a batch.
     """
     rows: list[dict[str, Any]] = []
-    with setups_of(plan, steps, model) as setups:
+    frameworks = require(plan, model)
+    with tempfile.TemporaryDirectory(prefix="collective-parity-") as directory:
+        setups: list[Setup] = []
+        for number, name in enumerate([model] if model else _MODELS):
+            data = f"{directory}/{number}.npz"
+            _write(data, name, frameworks[0], steps, shards, plan.seed)
+            setups += [
+                Setup(f, name, optimizer, data) for optimizer in TOLERANCES for f in frameworks
+            ]
         alone = {}
         for setup in setups:
             say(f"{setup.model}, {setup.optimizer}: {setup.framework} alone")
-            alone[setup] = train(None, setup, False)
+            alone[setup] = train(None, setup)
         rows += _across_frameworks(alone)
-        found: _Found = {}
-        for name, size, trained in on_ranks(
-            plan, "training", say, rows, _train_on_ranks, list(setups)
+        found: _Found = {setup: {} for setup in setups}
+        for name, size, ranks in on_ranks(
+            plan, "training", say, rows, _train_on_ranks, setups, shards
         ):
-            found |= {(s, name, size): both for s, both in zip(setups, trained[0])}
-        rows += _against_one(alone, found)
-        rows += _across_transports(found)
+            for setup, every in zip(setups, zip(*ranks)):
+                found[setup][name, size] = every[0]._replace(
+                    of_shards=" / ".join(dict.fromkeys(one.of_shards for one in every))
+                )
+    found = {setup: runs for setup, runs in found.items() if runs}
+    rows += [_against_one(setup, alone[setup], runs) for setup, runs in found.items()]
+    rows += [
+        _in_rank_order(setup, runs)
+        for setup, runs in found.items()
+        if len({name for name, _ in runs}) > 1
+    ]
+    if shards:
+        rows += [_on_shards(s, shards, runs) for s, runs in found.items() if s.framework in _PAIR]
     return rows
 
 
-@contextlib.contextmanager
-def setups_of(plan: Comparison, steps: int, model: str | None) -> Iterator[list[Setup]]:
-    """Yield the training runs of a comparison, whose files exist in the meantime.
-
-    Args:
-        plan, steps, model: as for :func:`compare`.
-    """
-    frameworks = require(plan, model)
-    with tempfile.TemporaryDirectory(prefix="collective-parity-") as directory:
-        yield _setups(frameworks, [model] if model else list(_MODELS), directory, steps, plan)
-
-
-def _setups(
-    frameworks: Sequence[str], models: Sequence[str], directory: str, steps: int, plan: Comparison
-) -> list[Setup]:
-    setups = []
-    for number, model in enumerate(models):
-        start, data = (f"{directory}/{number}.{kind}" for kind in ("safetensors", "npz"))
-        first, batch = _beginning(model, frameworks[0], plan.seed)
-        weights.save(start, first)
-        x, y = (np.stack(rows) for rows in zip(*(batch(step) for step in range(steps))))
-        np.savez(data, x=x, y=y)
-        setups += [
-            Setup(name, model, optimizer, start, data)
-            for optimizer in TOLERANCES
-            for name in frameworks
-        ]
-    return setups
-
-
-def _beginning(
-    model: str, name: str, seed: int
-) -> tuple[dict[str, Array], Callable[[int], tuple[Array, Array]]]:
-    """Return the initial weights of a model, and a function that returns a step's batch."""
-    random = np.random.default_rng(seed)
-    if model in _CLASSES:
-        network = make(model, name)
-        parameters = _parameters(network, name)
-        first = {key: _xavier(random, value.shape) for key, value in parameters.items()}
-        return first, _digits(seed)
-    pair = _pair(model)
-    parameters = _parameters(pair[_PAIR.index(name)], name)
-    first = {key: np.array(value, np.float64) for key, value in parameters.items()}
-    return first, pair[2] if len(pair) > 2 else _digits(seed)
-
-
-def _parameters(made: Any, name: str) -> dict[str, Array]:
-    found = getattr(weights, f"{name}_parameters")(made)
-    return {key: found[key] for key in sorted(found)}
-
-
-def _xavier(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Return weights drawn as by Glorot and Bengio (2010); biases are zero."""
-    if len(shape) < 2:
-        return np.zeros(shape)
-    receptive = int(np.prod(shape[2:]))
-    limit = np.sqrt(6 / ((shape[0] + shape[1]) * receptive))
-    return random.uniform(-limit, limit, shape)
+def _write(data: str, model: str, name: str, steps: int, shards: int | None, seed: int) -> None:
+    """Write the batches and the initial weights of a model; see :class:`Setup`."""
+    if model in _MODELS:
+        first, batch = networks.weights(_MODELS[model], seed), _digits(seed)
+    else:
+        pair = _pair(model)
+        parameters = getattr(networks, f"{name}_parameters")(pair[_PAIR.index(name)])
+        first = {key: np.array(value, np.float64) for key, value in parameters.items()}
+        batch = pair[2] if len(pair) > 2 else _digits(seed)
+    x, y = (np.stack(rows) for rows in zip(*map(batch, range(steps))))
+    if shards and y.shape[1] % shards:
+        raise InvalidArgumentError(
+            f"--shards: {shards} shards of a batch of {y.shape[1]} samples; expected a divisor of "
+            f"{y.shape[1]}."
+        )
+    weights: dict[str, Any] = {_START + key: value for key, value in first.items()}
+    np.savez(data, x=x, y=y, **weights)
 
 
 def _function(model: str) -> Callable[[], Any]:
@@ -233,39 +219,71 @@ def _digits(seed: int) -> Callable[[int], tuple[Array, Array]]:
     return batch
 
 
-def make(model: str, name: str) -> Any:
-    """Return a new model of a name or of a user's pair, in a framework."""
-    if model in _CLASSES:
-        module = importlib.import_module(f"collective.tools.models.{name}")
-        return getattr(module, _CLASSES[model])()
-    return _pair(model)[_PAIR.index(name)]
-
-
 # -- on the ranks ---------------------------------------------------------------------------------
 
 
-def train(comm: Communicator | None, setup: Setup, ordered: bool) -> dict[str, Array]:
-    """Train on this rank's share of each batch, and return the weights.
+class _Trained(NamedTuple):
+    """Outcome of a setup on one rank.
+
+    Attributes:
+        weights: weights, on rank 0; the other ranks have the same bits.
+        ordered: digest of the weights if gradients are summed in rank order.
+        of_shards: digest of the weights of virtual shards; "" without them.
+    """
+
+    weights: dict[str, Array]
+    ordered: str
+    of_shards: str
+
+
+def _train_on_ranks(
+    comm: Communicator, setups: Sequence[Setup], shards: int | None
+) -> list[_Trained]:
+    found = []
+    for setup in setups:
+        trained, ordered = train(comm, setup), _digest(train(comm, setup, ordered=True))
+        if len(set(map(tuple, comm.all_gather_object([_digest(trained), ordered])))) > 1:
+            raise AssertionError(f"rank {comm.rank}: the replicas differ")
+        in_shards = shards and setup.framework in _PAIR
+        of_shards = _digest(train(comm, setup, shards=shards)) if in_shards else ""
+        found.append(_Trained({} if comm.rank else trained, ordered, of_shards))
+    return found
+
+
+def _digest(weights: Mapping[str, Array]) -> str:
+    data = b"".join(weights[name].tobytes() for name in sorted(weights))
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def train(
+    comm: Communicator | None, setup: Setup, *, ordered: bool = False, shards: int | None = None
+) -> dict[str, Array]:
+    """Train on this rank's share of each batch, or on its virtual shards; return the weights.
 
     Args:
         comm: communicator of the ranks; None for one process, which trains on whole batches.
         ordered: whether gradients are summed in rank order.
+        shards: number of virtual shards; None for none.
     """
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    data = np.load(setup.data)
-    batches = []
-    for x, y in zip(data["x"], data["y"]):
-        mine = np.array_split(np.arange(len(y)), size)[rank]
-        # With this factor, the average over the ranks is the mean over the whole batch, also if
-        # some ranks have more rows.
-        batches.append((x[mine], y[mine], len(mine) * size / len(y)))
     framework(setup.framework).settle(rank)
-    reduce = None if comm is None or not ordered else _InRankOrder(comm)
     module = importlib.import_module(f"collective.tools.models.{setup.framework}")
-    model = make(setup.model, setup.framework)
-    trained: dict[str, Array] = module.train(
-        comm, model, weights.load(setup.start), setup.optimizer, batches, reduce
-    )
+    start, batches = setup.start, []
+    with np.load(setup.data) as data:
+        for x, y in zip(data["x"], data["y"]):
+            parts = np.array_split(np.arange(len(y)), shards or size)
+            # With this factor, the average over the parts is the mean over the whole batch, also if
+            # some parts have more rows.
+            batch = [(x[part], y[part], len(part) * len(parts) / len(y)) for part in parts]
+            batches.append(batch if shards else [batch[rank]])
+    if setup.model in _MODELS:
+        model = module.Network(_MODELS[setup.model], start)
+    else:
+        model = _pair(setup.model)[_PAIR.index(setup.framework)]
+    how: dict[str, Any] = {"shards": shards} if shards else {}
+    if ordered and comm is not None:
+        how["reduce"] = _InRankOrder(comm)
+    trained: dict[str, Array] = module.train(comm, model, start, setup.optimizer, batches, **how)
     return trained
 
 
@@ -279,25 +297,11 @@ class _InRankOrder:
         self._comm.all_reduce(bucket.array, op="avg", order="rank", out=bucket.array)
 
 
-def _train_on_ranks(
-    comm: Communicator, setups: Sequence[Setup]
-) -> list[tuple[dict[str, Array], dict[str, Array]]]:
-    found = [(train(comm, setup, False), train(comm, setup, True)) for setup in setups]
-    # Replicas must have the same bits on all ranks, so it is enough that rank 0 returns them.
-    for pair in found:
-        for trained in pair:
-            digest = np.concatenate([value.ravel() for value in trained.values()])
-            first = comm.broadcast(digest, root=0)
-            if not np.array_equal(first, digest):
-                raise AssertionError(f"rank {comm.rank}: the replica differs from rank 0's")
-    return found if comm.rank == 0 else []
-
-
 # -- comparisons ----------------------------------------------------------------------------------
 
 _Weights = dict[str, Array]
-# Setup, transport and number of ranks -> weights, and weights for gradients summed in rank order.
-_Found = dict[tuple[Setup, str, int], tuple[_Weights, _Weights]]
+# Setup -> transport and number of ranks -> outcome.
+_Found = dict[Setup, dict[tuple[str, int], _Trained]]
 
 
 def _apart(a: Mapping[str, Array], b: Mapping[str, Array]) -> float:
@@ -318,44 +322,39 @@ def _across_frameworks(alone: Mapping[Setup, _Weights]) -> list[dict[str, Any]]:
     return rows
 
 
-def _against_one(alone: Mapping[Setup, _Weights], found: _Found) -> list[dict[str, Any]]:
-    rows = []
-    for setup, trained in alone.items():
-        apart = {
-            (t, n): _apart(both[0], trained) for (s, t, n), both in found.items() if s == setup
-        }
-        if not apart:
-            continue
-        worst = float(np.max(list(apart.values())))
-        allowed = TOLERANCES[setup.optimizer]
-        transports = ", ".join(dict.fromkeys(name for name, _ in apart))
-        ranks = ", ".join(str(n) for n in sorted({n for _, n in apart}))
-        what = (
-            f"{setup.model}, {setup.optimizer}, {setup.framework}: {ranks} ranks over {transports} "
-            "and one process"
-        )
-        rows.append(row(what, worst, allowed, worst <= allowed))
-    return rows
+def _against_one(
+    setup: Setup, alone: _Weights, runs: Mapping[tuple[str, int], _Trained]
+) -> dict[str, Any]:
+    worst = float(np.max([_apart(run.weights, alone) for run in runs.values()]))
+    allowed = TOLERANCES[setup.optimizer]
+    transports = ", ".join(dict.fromkeys(name for name, _ in runs))
+    ranks = ", ".join(str(n) for n in sorted({n for _, n in runs}))
+    what = f"{setup}: {ranks} ranks over {transports} and one process"
+    return row(what, worst, allowed, worst <= allowed)
 
 
-def _across_transports(found: _Found) -> list[dict[str, Any]]:
-    """Compare the bits of weights whose gradients were summed in rank order."""
-    rows = []
-    for setup in dict.fromkeys(setup for setup, _, _ in found):
-        sizes = sorted({n for s, _, n in found if s == setup})
-        strays = []
-        transports = list(dict.fromkeys(t for s, t, _ in found if s == setup))
-        for size in sizes:
-            bits = {
-                t: b"".join(value.tobytes() for value in both[1].values())
-                for (s, t, n), both in found.items()
-                if s == setup and n == size
-            }
-            first = next(iter(bits.values()))
-            strays += [f"{t} on {size} ranks" for t, data in bits.items() if data != first]
-        if len(transports) < 2:
-            continue
-        what = f"{setup.model}, {setup.optimizer}, {setup.framework}, order='rank': "
-        text = f"other bits: {', '.join(strays)}" if strays else ""
-        rows.append(row(what + ", ".join(transports), None, None, not strays, text))
-    return rows
+def _in_rank_order(setup: Setup, runs: Mapping[tuple[str, int], _Trained]) -> dict[str, Any]:
+    """Compare the bits over the transports, for each number of ranks."""
+    first: dict[int, str] = {}
+    strays = [
+        f"{name} on {size} ranks" for (name, size), run in runs.items()
+        if first.setdefault(size, run.ordered) != run.ordered
+    ]  # fmt: skip
+    what = f"{setup}, order='rank': {', '.join(dict.fromkeys(name for name, _ in runs))}"
+    text = f"other bits: {', '.join(strays)}" if strays else ""
+    return row(what, None, None, not strays, text)
+
+
+def _on_shards(
+    setup: Setup, shards: int, runs: Mapping[tuple[str, int], _Trained]
+) -> dict[str, Any]:
+    """Compare the bits over all transports and numbers of ranks."""
+    digests = {
+        f"{size} ranks over {name}" if size > 1 else "1 rank": run.of_shards
+        for (name, size), run in runs.items()
+    }
+    what = f"{setup}: {shards} shards on {', '.join(digests)}"
+    values = set(digests.values())
+    same = len(values) == 1 and " / " not in next(iter(values))
+    text = "; ".join(f"{where}: {digest}" for where, digest in digests.items())
+    return row(what, None, None, same, next(iter(values)) if same else text)

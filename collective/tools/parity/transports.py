@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from collective import BackendUnavailableError
 from collective.backends.hierarchical import HierarchicalBackend
-from collective.contract import registry
-from collective.contract.world import World
-from collective.errors import BackendUnavailableError
+from collective.inner import World, registry
 from collective.testing.ranks import backend_class
 
 __all__ = ["Transport", "TwoHosts", "survey"]
@@ -24,7 +23,7 @@ class Transport:
     Attributes:
         name: name in the user's request.
         backend: name of the transport that the ranks use.
-        on_host, on_gpu: whether the transport takes arrays on the CPU, and on GPUs.
+        on_host: whether the transport takes arrays on the CPU.
         reason: why the transport cannot be used here; "" if it can.
         fix: command that mends the fault, or "".
     """
@@ -32,7 +31,6 @@ class Transport:
     name: str
     backend: str
     on_host: bool = True
-    on_gpu: bool = True
     reason: str = ""
     fix: str = ""
 
@@ -81,8 +79,5 @@ def survey(
 
 def _transport(name: str, reason: str, fix: str) -> Transport:
     backend = _STAND_INS.get(name, name)
-    if reason:
-        return Transport(name, backend, reason=reason, fix=fix)
-    devices = backend_class(backend).capabilities.devices
-    # If a transport cannot take arrays on GPUs, the communicator copies them through the host.
-    return Transport(name, backend, on_host="cpu" in devices, on_gpu=True)
+    on_host = bool(reason) or "cpu" in backend_class(backend).capabilities.devices
+    return Transport(name, backend, on_host, reason, fix)

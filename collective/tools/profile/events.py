@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from collective.errors import ConfigError
+from collective import ConfigError
 from collective.trace import FIRST_LANE
 from collective.trace.tracer import open_file
 
@@ -83,7 +84,7 @@ def read(directory: Path) -> list[RankTrace]:
     Raises:
         ConfigError: there is no trace.
     """
-    return [_rank_trace(about, events) for _, about, events in _files(directory)]
+    return [_rank_trace(about, events) for about, events in _files(directory)]
 
 
 def merge(directory: Path, output: Path | None = None) -> tuple[Path, int, int]:
@@ -101,7 +102,7 @@ def merge(directory: Path, output: Path | None = None) -> tuple[Path, int, int]:
         ConfigError: there is no trace, or ``output`` cannot be written.
     """
     ranks, count = _files(directory), 0
-    about = {**ranks[0][1], "rank": [one[1]["rank"] for one in ranks]}
+    about = {**ranks[0][0], "rank": [head["rank"] for head, _ in ranks]}
     path = directory / "all.json" if output is None else output
     try:
         # With a default name in a directory that others can write to, the file may be another
@@ -113,7 +114,7 @@ def merge(directory: Path, output: Path | None = None) -> tuple[Path, int, int]:
         with open(where, "w", encoding="utf-8") as file:
             head = json.dumps({"displayTimeUnit": "ns", "otherData": about})
             file.write(f'{head[:-1]}, "traceEvents": [')
-            for _, _, events in ranks:
+            for _, events in ranks:
                 for event in events:
                     file.write(f"{',' * (count > 0)}\n{json.dumps(event, separators=(',', ':'))}")
                     count += 1
@@ -123,47 +124,39 @@ def merge(directory: Path, output: Path | None = None) -> tuple[Path, int, int]:
     return path, len(ranks), count
 
 
-def _files(directory: Path) -> list[tuple[Path, dict[str, Any], Iterable[dict[str, Any]]]]:
-    """Return path, head and events of each rank's file of the last run."""
-    found: list[tuple[Path, dict[str, Any], Iterable[dict[str, Any]]]] = []
+def _files(directory: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Return head and events of each rank's file of the last run."""
+    found: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
     files = [path for path in directory.glob("rank-*.json") if path.is_file()]
-    paths = sorted(files, key=lambda path: path.stat().st_mtime)
-    for path in reversed(paths):
+    for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
         about, events = _content(path)
-        if about and (not found or about["run"] == found[0][1]["run"]):
-            found.append((path, about, events))
+        if about and (not found or about["run"] == found[0][0]["run"]):
+            found.append((about, events))
     if not found:
         raise ConfigError(
             f"trace: no trace in {directory}. Run the program with COLLECTIVE_TRACE={directory}, "
             "and let it come as far as init()."
         )
-    return sorted(found, key=lambda one: int(one[1]["rank"]))
+    return sorted(found, key=lambda one: int(one[0]["rank"]))
 
 
-def _content(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    text = path.read_text(encoding="utf-8", errors="replace")
+def _content(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return head and events of a file; {} if it has no whole head.
+
+    The head and each event have a line. The file may be cut off in the middle of a write.
+    """
+    head, *lines = path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
     try:
-        whole = json.loads(text)
-        return whole["otherData"], whole["traceEvents"]
+        about: dict[str, Any] = json.loads(head.removesuffix("[") + "[]}")["otherData"]
     except (ValueError, KeyError):
-        pass
-    # A trace that was cut off in the middle of a write: read one event a line, as far as possible.
-    head, *lines = text.splitlines() or [""]
-    try:
-        about = json.loads(head.removesuffix("[") + "[]}")["otherData"]
-    except (ValueError, KeyError):
-        return None, []
-    return about, list(_whole(lines))
-
-
-def _whole(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+        return {}, []
+    events = []
     for line in lines:
-        try:
+        with contextlib.suppress(ValueError):  # the last line, which closes the file or is cut off
             event = json.loads(line.removesuffix(","))
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            yield event
+            if isinstance(event, dict):
+                events.append(event)
+    return about, events
 
 
 def _rank_trace(about: dict[str, Any], events: Iterable[dict[str, Any]]) -> RankTrace:

@@ -16,7 +16,6 @@ import numpy as np
 
 from collective.tools.bench.operations import ALL
 
-from . import steps as finding
 from .events import IN_CALLS, RankTrace, Slice
 
 __all__ = ["Intervals", "OperationCost", "Payoff", "Profile", "StepTimes", "judge", "profile"]
@@ -31,6 +30,14 @@ _MESSAGES = {"send", "recv", "sendrecv"}
 _PARTS = ("step", "comp", "sync", "waiting", "background", "hidden")
 # These calls allocate memory and do not move data.
 _MEMORY = {"empty", "adopt"}
+# Sources of the marks between steps, the best first, and their names for people.
+_MARKS = {
+    "program": "marks of the program",
+    "gradients": "gradients reduced, once a step",
+    "optimizer": "steps of the optimizer",
+}
+# A program has steps if there are this many marks.
+_FEWEST = 4
 
 
 class Intervals:
@@ -49,19 +56,9 @@ class Intervals:
         self.ends: Vector = ends[np.concatenate((first[1:], [True]))[: len(pairs)]]
         self._before = np.concatenate(([0.0], np.cumsum(self.ends - self.starts)))
 
-    def __and__(self, other: Intervals) -> Intervals:
-        parts = []
-        i = j = 0
-        while i < len(self.starts) and j < len(other.starts):
-            start = max(self.starts[i], other.starts[j])
-            end = min(self.ends[i], other.ends[j])
-            if start < end:
-                parts.append((float(start), float(end)))
-            if self.ends[i] < other.ends[j]:
-                i += 1
-            else:
-                j += 1
-        return Intervals(parts)
+    def __or__(self, other: Intervals) -> Intervals:
+        starts = np.concatenate((self.starts, other.starts))
+        return Intervals(zip(starts, np.concatenate((self.ends, other.ends))))
 
     def until(self, moments: Any) -> Vector:
         """Return the length of the union before each of ``moments``."""
@@ -125,8 +122,7 @@ class StepTimes:
     """Typical training step, in seconds: medians over the steps, means over the ranks.
 
     Attributes:
-        how: how the steps were found.
-        guessed: whether the steps have no marks.
+        how: what marks the steps.
         count: number of steps; the first step does not count.
         step: time from end to end.
         comp: T_comp, time outside of calls.
@@ -135,11 +131,9 @@ class StepTimes:
         background: time of calls beside the program.
         hidden: the part of ``background`` during which the program computed.
         comp_by_rank: T_comp of each rank.
-        calls: operation, bytes and number of the calls of a step.
     """
 
     how: str
-    guessed: bool
     count: int
     step: float
     comp: float
@@ -148,7 +142,6 @@ class StepTimes:
     background: float
     hidden: float
     comp_by_rank: list[float]
-    calls: list[tuple[str, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,47 +268,36 @@ def _messages(traces: Sequence[RankTrace]) -> Iterable[OperationCost]:
 def _steps(
     traces: Sequence[RankTrace], blocked: Mapping[int, Intervals], waits: Mapping[int, Intervals]
 ) -> StepTimes | None:
-    found = finding.find(traces)
-    if found is None:
+    marks = {by: [np.array(trace.steps.get(by, ())) for trace in traces] for by in _MARKS}
+    by = next((by for by in marks if min(map(len, marks[by])) >= _FEWEST), None)
+    if by is None:
         return None
+    # The ranks may have ended in different steps.
+    boundaries = [times[: min(map(len, marks[by]))] for times in marks[by]]
     rows = []
-    for trace, at in zip(traces, found.boundaries):
+    for trace, at in zip(traces, boundaries):
         busy, waiting = blocked[trace.rank], waits[trace.rank]
         # Leave out the first step, which includes work that is done only once.
         start, end = at[1:-1], at[2:]
         concurrent = Intervals((s.start, s.end) for s in trace.calls() if s.background)
         sync = busy.within(start, end)
-        background = concurrent.within(start, end)
         parts = [
             end - start,
             end - start - sync,
             sync,
-            (busy & waiting).within(start, end),
-            background,
-            background - (concurrent & busy).within(start, end),
+            # A and B have in common: A + B - (A or B).
+            sync + waiting.within(start, end) - (busy | waiting).within(start, end),
+            concurrent.within(start, end),
+            (concurrent | busy).within(start, end) - sync,
         ]
         rows.append([float(np.median(part)) for part in parts])
     times = dict(zip(_PARTS, np.mean(rows, axis=0).tolist()))
     return StepTimes(
-        how=found.how,
-        guessed=found.guessed,
-        count=len(found.boundaries[0]) - 1,
+        how=_MARKS[by],
+        count=len(boundaries[0]) - 1,
         comp_by_rank=[row[1] for row in rows],
-        calls=_calls_of_a_step(traces[0], found.boundaries[0]),
         **times,
     )
-
-
-def _calls_of_a_step(trace: RankTrace, boundaries: Any) -> list[tuple[str, int, int]]:
-    """Return the calls that a typical step makes."""
-    steps: list[Counter[tuple[str, int]]] = [Counter() for _ in boundaries[1:]]
-    for call in trace.calls():
-        # Assign a call by its end, because a boundary may be the end of a call.
-        index = int(np.searchsorted(boundaries, call.end, side="left")) - 1
-        if 0 <= index < len(steps):
-            steps[index][call.name, call.args.get("bytes", 0)] += 1
-    usual = Counter(frozenset(step.items()) for step in steps).most_common(1)[0][0]
-    return sorted((name, nbytes, count) for (name, nbytes), count in usual)
 
 
 # -- the verdict --------------------------------------------------------------------------------

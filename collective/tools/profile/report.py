@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from collective.tools.show import Output, rate_name, size_name, table, time_name
+from collective.tools.show import Output, rate_name, size_name, time_name
 
 from .measure import OperationCost, Payoff, Profile, StepTimes, judge
 
@@ -28,26 +28,23 @@ def as_json(found: Profile) -> dict[str, Any]:
     return plain
 
 
-def show(console: Output, found: Profile) -> None:
+def show(out: Output, found: Profile) -> None:
     """Print the profile and the verdict."""
-    about = found.about
-    console.print(
-        f"[bold]{found.ranks} rank(s) over {about['backend']}[/], {found.seconds:.2f} s traced"
-    )
+    out.say(f"{found.ranks} rank(s) over {found.about['backend']}, {found.seconds:.2f} s traced")
     if found.operations:
-        console.print(_operations(found.operations))
+        _show_operations(out, found.operations)
     for note in _notes(found):
-        console.print(f"[dim]- {note}[/]")
+        out.say(f"- {note}")
     if found.steps is None:
-        console.print(
-            "\nNo training steps found: there are too few calls, or they do not repeat. Call "
-            "collective.profile.step() once in each step."
+        out.say(
+            "\nNo training steps found: nothing marks them. Call collective.profile.step() once in "
+            "each step."
         )
         return
-    _show_steps(console, found.steps, judge(found.steps, found.ranks))
+    _show_steps(out, found.steps, judge(found.steps, found.ranks))
 
 
-def _operations(operations: Iterable[OperationCost]) -> object:
+def _show_operations(out: Output, operations: Iterable[OperationCost]) -> None:
     header = ["operation", "calls", "bytes", "time", "mean", "waiting", "algbw", "busbw"]
     rows = []
     for one in operations:
@@ -70,7 +67,7 @@ def _operations(operations: Iterable[OperationCost]) -> object:
                 late or "-",
             ]
         )
-    return table("Calls", [*header, "hidden", "late"], rows)
+    out.table("Calls", [*header, "hidden", "late"], rows)
 
 
 def _notes(found: Profile) -> Iterable[str]:
@@ -103,37 +100,32 @@ def _notes(found: Profile) -> Iterable[str]:
         )
 
 
-def _show_steps(console: Output, steps: StepTimes, verdict: Payoff) -> None:
+def _show_steps(out: Output, steps: StepTimes, verdict: Payoff) -> None:
     spread = ""
     if len(steps.comp_by_rank) > 1:
         spread = f" ({time_name(min(steps.comp_by_rank))} to {time_name(max(steps.comp_by_rank))})"
-    console.print(f"\n{steps.count} steps, by {steps.how}; medians, means of the ranks:")
-    console.print(f"T_comp     {time_name(steps.comp)} computing{spread}")
-    console.print(
+    out.say(f"\n{steps.count} steps, by {steps.how}; medians, means of the ranks:")
+    out.say(f"T_comp     {time_name(steps.comp)} computing{spread}")
+    out.say(
         f"T_sync     {time_name(steps.sync)} in calls, {time_name(steps.waiting)} of it waiting "
         "for late ranks"
     )
     if steps.background > 0:
-        console.print(
+        out.say(
             f"hidden     {time_name(steps.hidden)} of {time_name(steps.background)} of calls in "
             f"the background ({steps.hidden / steps.background:.0%})"
         )
-    if steps.guessed:
-        console.print(
-            "[dim]- the steps are a guess: if a step makes this call more than once, mark the "
-            "steps with collective.profile.step()[/]"
-        )
     bound = verdict.ranks - 1
     if bound == 0:
-        console.print("criterion  one rank: there is no communication to weigh against computing")
+        out.say("criterion  one rank: there is no communication to weigh against computing")
         return
     sign = "<" if verdict.pays else ">="
-    console.print(
+    out.say(
         f"criterion  T_sync / T_comp = {verdict.ratio:.3g} {sign} R - 1 = {bound}: "
         f"{verdict.ranks} ranks {'pay' if verdict.pays else 'do not pay'}; "
         f"{verdict.speedup:.2f} x one rank, {verdict.efficiency:.0%} of {verdict.ranks}"
     )
-    console.print(
+    out.say(
         f"more       {2 * verdict.ranks} ranks are faster than {verdict.ranks} as long as their "
         f"T_sync stays below {time_name(verdict.doubled_limit)}"
     )

@@ -4,23 +4,112 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from collective.communicator import Communicator
+from collective.errors import InvalidArgumentError
 from collective.memory import nested
+from collective.training.replicas import (
+    StateEntry,
+    check_initialised,
+    check_layout,
+    check_settings,
+    check_values,
+)
 
 from .arrays import Arrays
-from .chained import Chained
-from .executors import Executor, InTurn, OverRanks
 from .filters import Filters
-from .layered import BlockGrid, Layered, check_axes
-from .replicas import StateEntry, check_initialised, check_layout, check_settings, check_values
+from .layered import BlockGrid, Executor, OverRanks, check_axes
+from .report import Computation, MemoryReport, Verification
+from .serial import InTurn
 from .session import Session
-from .settings import Settings
 
-__all__ = ["Cuts", "Framework", "ModelCopy"]
+__all__ = ["Compute", "Cuts", "Framework", "Settings"]
+
+# Values of the options that need ranks; the first value is the default.
+_CHOICES = {
+    # Whether an input or a result is whole on each rank, or in pieces.
+    "inputs": ("whole", "pieces"),
+    "outputs": ("whole", "pieces"),
+    # Whether each rank keeps the filters of all channels, or only of its own channels.
+    "filters": ("all", "own"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is split; see :class:`collective.adapters.torch.splits.Split`."""
+
+    batch: int
+    channels: int
+    data: Sequence[int]
+    recompute: bool
+    inputs: str
+    outputs: str
+    filters: str
+    strict: bool
+    broadcast: bool
+
+    def check(self, has_ranks: bool) -> None:
+        """Check the options, separately and in combination.
+
+        Args:
+            has_ranks: whether the pieces are for ranks, and not computed in turn on one device.
+
+        Raises:
+            InvalidArgumentError: a number of pieces is no positive integer, ``data`` is no sequence
+                of positive integers, an option has an unknown value or needs ranks, or
+                ``filters="own"`` is used without a cut of the channels.
+        """
+        self._check_parts()
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise InvalidArgumentError(
+                    f"Split: {name}={value!r} (expected one of {', '.join(known)})."
+                )
+            if not has_ranks and value != known[0]:
+                raise InvalidArgumentError(
+                    f"Split: {name}={value!r} without comm, but this option is for ranks. Pass "
+                    "comm=."
+                )
+        if self.filters == "own" and self.channels == 1:
+            raise InvalidArgumentError(
+                "Split: filters='own' with channels=1, but a rank's own filters are the filters of "
+                "its channels. Pass channels= as well."
+            )
+
+    def _check_parts(self) -> None:
+        for name, value in (("batch", self.batch), ("channels", self.channels)):
+            if not _is_count(value):
+                raise InvalidArgumentError(
+                    f"Split: {name}={value!r}, expected a positive integer: the number of pieces."
+                )
+        try:
+            counts = list(self.data)
+        except TypeError:
+            counts = []
+        if not counts or not all(map(_is_count, counts)):
+            example = f"data=({self.data},)" if _is_count(self.data) else "data=(4, 2)"
+            raise InvalidArgumentError(
+                f"Split: data={self.data!r}, expected a sequence of positive integers: the number "
+                f"of pieces of each data axis. For example, pass {example}."
+            )
+
+
+def _is_count(value: Any) -> bool:
+    """Return whether a value is a positive integer; True and False do not count."""
+    if isinstance(value, bool):
+        return False
+    try:
+        return operator.index(value) >= 1
+    except TypeError:
+        return False
+
 
 _SAME_WEIGHTS = (
     "Every rank computes a part of one model. Load the same weights on every rank, or make the "
@@ -30,6 +119,9 @@ _SAME_INPUTS = (
     "Every rank computes a part of one result. Pass the same input on every rank, or, with "
     "inputs='pieces', only this rank's rows."
 )
+
+
+Compute = Callable[..., tuple[Any, tuple[str, ...]]]
 
 
 class Framework(NamedTuple):
@@ -47,6 +139,13 @@ class Framework(NamedTuple):
         follow: function that makes parameters which get values later take rank 0's values then:
             ``follow(model, comm)``.
         root_fills: whether ``broadcast`` initialises parameters that only rank 0 has initialised.
+        computation: function that computes a copy of a model in float64, for a comparison:
+            ``computation(model, filters, compute, x, args)``. ``compute(x, args, kwargs, kept)``
+            returns the model's result, and the names of the calls that took whole arrays.
+        memory: function that returns the bytes that a copy keeps for its backward pass, by layer;
+            those of the largest piece that is computed again; the names of the calls that took
+            whole arrays; and the bytes of the parameters: ``memory(model, compute, x, args,
+            kwargs)``.
     """
 
     arrays: type[Arrays]
@@ -57,21 +156,8 @@ class Framework(NamedTuple):
     broadcast: Callable[[Any, Communicator], None]
     follow: Callable[[Any, Communicator], None]
     root_fills: bool
-
-
-class ModelCopy(NamedTuple):
-    """Copy of a model, for a comparison with another copy.
-
-    Attributes:
-        model: copy with all weights, or with the weights that this rank has.
-        filters: record of the parameters of which this rank has a piece.
-        compute: function that returns the model's result, and the names of the calls that took
-            whole arrays: ``compute(x, args, kwargs, kept)``.
-    """
-
-    model: Any
-    filters: Filters | None
-    compute: Callable[..., tuple[Any, tuple[str, ...]]]
+    computation: Callable[[Any, Filters | None, Compute, Any, Sequence[Any]], Computation]
+    memory: Callable[..., tuple[dict[str, int], int, tuple[str, ...], int]]
 
 
 class Cuts:
@@ -123,7 +209,7 @@ class Cuts:
             framework.follow(model, comm)
         return self._filters_of(model)
 
-    def check_replicas(self, model: Any, filters: Filters | None) -> None:
+    def _check_replicas(self, model: Any, filters: Filters | None) -> None:
         """Check that all ranks have the same parameters and buffers.
 
         Collective: over ranks.
@@ -134,7 +220,7 @@ class Cuts:
         if self._grid is not None:
             check_values(self._grid.comm, self._framework.state(model, filters), _SAME_WEIGHTS)
 
-    def check_inputs(
+    def _check_inputs(
         self, x: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, ends: str | None = None
     ) -> None:
         """Check the inputs: ranks that should pass the same input, or the same piece, do so.
@@ -187,11 +273,11 @@ class Cuts:
         Raises:
             ShapeError: an axis is cut that the input does not have.
             MismatchError: weights or inputs differ between ranks; every rank raises it. They are
-                compared if ``comm.check`` is ``"always"``.
+                compared if ``comm.inner.check`` is ``"always"``.
         """
-        if self._grid is not None and self._grid.comm.check == "always":
-            self.check_replicas(model, filters)
-            self.check_inputs(x, args, kwargs, ends=ends)
+        if self._grid is not None and self._grid.comm.inner.check == "always":
+            self._check_replicas(model, filters)
+            self._check_inputs(x, args, kwargs, ends=ends)
         arrays = self._framework.arrays(x, kept)
         parameters = list(self._framework.parameters(model))
         executor = self._executor(arrays, x.ndim - 2, parameters, ends, filters)
@@ -201,8 +287,39 @@ class Cuts:
             result = session.leave(model(session.enter(x), *args, **kwargs))
         return result, tuple(session.joined)
 
-    def copies(self, model: Any, filters: Any) -> Iterator[ModelCopy]:
+    def verify(
+        self, model: Any, filters: Filters | None, x: Any, args: Sequence[Any], tolerance: float
+    ) -> Verification:
+        """Compare a model that is computed split with the whole one: see ``Split.verify``.
+
+        Collective: over ranks.
+        """
+        self._check_replicas(model, filters)
+        self._check_inputs(x, args, {}, ends="whole")
+        whole, split = (
+            self._framework.computation(*copied, x, args) for copied in self._copies(model, filters)
+        )
+        return Verification.of(whole, split, tolerance)
+
+    def memory_report(
+        self, model: Any, filters: Filters | None, x: Any, args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> MemoryReport:  # fmt: skip
+        """Count the bytes that are kept for the backward pass: see ``Split.memory_report``.
+
+        Collective: over ranks with ``filters="own"``.
+        """
+        (whole, _, _, every), (split, piece, joined, own) = (
+            self._framework.memory(copied, compute, x, args, kwargs)
+            for copied, _, compute in self._copies(model, filters)
+        )
+        return MemoryReport(whole, split, piece, joined, (every, own))
+
+    def _copies(self, model: Any, filters: Any) -> Iterator[tuple[Any, Filters | None, Compute]]:
         """Yield a copy of a model that is computed whole, and one that is computed split.
+
+        Each comes with the record of the parameters of which this rank has a piece, and the
+        function that computes it.
 
         Collective: over ranks with ``filters="own"``.
 
@@ -219,7 +336,7 @@ class Cuts:
             whole = copy.deepcopy(model) if filters is None else filters.whole_copy(model)
             own = self._filters_of(whole) if is_split else None
             split = partial(self.computed, whole, own, ends="whole")
-            yield ModelCopy(whole, own, split if is_split else partial(_computed_whole, whole))
+            yield whole, own, split if is_split else partial(_computed_whole, whole)
 
     def _executor(
         self, arrays: Arrays, axes: int, parameters: Sequence[Any], ends: str | None,
@@ -233,13 +350,9 @@ class Cuts:
             parts = (settings.batch, *settings.data, *(1,) * missing)[: axes + 1]
             return InTurn(arrays, parts, settings.channels, settings.recompute)
         grid = self._grid.reaching(axes)
-        if settings.halo == "layer":
-            layered = Layered(arrays, grid)
-        else:
-            layered = Chained(arrays, grid, settings.recompute)
         inputs, outputs = ends or settings.inputs, ends or settings.outputs
         return OverRanks(
-            grid, layered, arrays, parameters, from_pieces=inputs == "pieces",
+            grid, arrays, parameters, from_pieces=inputs == "pieces",
             to_pieces=outputs == "pieces", filters=filters,
         )  # fmt: skip
 

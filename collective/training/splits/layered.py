@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,12 +32,12 @@ from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, ShapeError
 
 from .arrays import Arrays, Halo
-from .blocks import Block, Read, Step, Value
-from .filters import ALONG, COLUMNS, ROWS
-from .serial import CHANNELS, dimension, select_rows
+from .blocks import Block, Read, Step, Value, lengths_of
+from .filters import ALONG, COLUMNS, ROWS, Filters
+from .serial import CHANNELS, InTurn, dimension, select_rows, values_behind
 from .windows import overlap, pieces
 
-__all__ = ["BlockGrid", "Layered", "check_axes", "fetch"]
+__all__ = ["BlockGrid", "Executor", "OverRanks", "check_axes"]
 
 
 def check_axes(data: Sequence[int], axes: int) -> None:
@@ -124,50 +124,89 @@ class BlockGrid:
         return [(*block[:axis], piece, *block[axis + 1 :]) for piece in rows]
 
 
-class Layered:
+class OverRanks:
     """Executor that computes every call immediately on this rank's block.
 
     The module's docstring describes the exchange between ranks.
 
     Collective: the ranks make the same calls in the same order.
+
+    Args:
+        grid: blocks of all ranks.
+        arrays: operations on the framework's arrays.
+        parameters: parameters of the model; their gradients are summed together.
+        from_pieces: whether the input is this rank's rows.
+        to_pieces: whether the results are this rank's rows.
+        filters: record of the parameters of which this rank has a piece.
     """
 
-    def __init__(self, arrays: Arrays, grid: BlockGrid) -> None:
-        self._arrays = arrays
-        self._grid = grid
+    def __init__(
+        self,
+        grid: BlockGrid,
+        arrays: Arrays,
+        parameters: Sequence[Any],
+        *,
+        from_pieces: bool,
+        to_pieces: bool,
+        filters: Filters | None,
+    ) -> None:
+        self._grid, self._arrays = grid, arrays
+        self._filters = filters
+        self._parameters = list(parameters)
+        self._from_pieces, self._to_pieces = from_pieces, to_pieces
         # For each value whose pieces have only some channels: the range of these channels.
         self._channels: dict[Value, range] = {}
+        self._versions: dict[tuple[int, bool], dict[int, Any]] = {}
+        self._generator: Any = None
 
-    def enter(self, value: Value) -> None:
-        """Set ``value.piece`` to this rank's rows of a value that every rank has whole."""
-        piece = value.array
+    # -- inputs and results ----------------------------------------------------------------
+
+    def enter(self, x: Any) -> Value:
+        """Take in the input: this rank's piece or the whole array, as the settings say."""
+        return self._enter_piece(x) if self._from_pieces else self.enter_whole(x)
+
+    def enter_whole(self, x: Any) -> Value:
+        """Take in an array that every rank has whole."""
+        value = Value(lengths_of(x.shape), array=self._arrays.entering(x))
+        value.piece = value.array
         for axis, (n, parts, group) in enumerate(
             zip(value.lengths, self._grid.parts, self._grid.groups)
         ):
             if group is not None:
                 counts = [len(rows) for rows in pieces(n, parts)]
-                piece = self._arrays.cut(piece, group, dimension(axis), counts)
-        value.piece = piece
+                value.piece = self._arrays.cut(value.piece, group, dimension(axis), counts)
+        return value
 
-    def enter_piece(self, array: Any, lengths: Sequence[int]) -> Value:
-        """Return a value made of the rows that the ranks hold, joined in the ranks' order.
-
-        Args:
-            array: this rank's rows.
-            lengths: number of these rows along each axis.
-        """
-        whole = list(lengths)
-        for axis, (n, group) in enumerate(zip(lengths, self._grid.groups)):
+    def _enter_piece(self, x: Any) -> Value:
+        """Take in the rows that the ranks hold, joined in the ranks' order."""
+        array, whole = self._arrays.entering(x), list(lengths_of(x.shape))
+        for axis, group in enumerate(self._grid.groups):
             if group is None:
                 continue
-            ends = np.cumsum([0, *group.all_gather(np.array([n]))]).tolist()
+            ends = np.cumsum([0, *group.all_gather(np.array([whole[axis]]))]).tolist()
             have = [range(a, b) for a, b in itertools.pairwise(ends)]
             whole[axis] = have[len(have) - 1].stop
             want = pieces(whole[axis], self._grid.parts[axis])
-            array = fetch(self._arrays, array, axis, have, want, group)
+            array = _fetch(self._arrays, array, axis, have, want, group)
         value = Value(whole)
         value.piece = array
         return value
+
+    def whole(self, values: Sequence[Value]) -> list[Any]:
+        """Return the whole arrays of the values, on every rank."""
+        for value in values:
+            if value.array is None:
+                array = self._piece(value)
+                for axis, n in enumerate(value.lengths):
+                    array = self._joined(array, axis, n)
+                value.array = array
+        return [value.array for value in values]
+
+    def results(self, values: Sequence[Value]) -> list[Any]:
+        """Return the results of the forward pass: pieces or whole arrays."""
+        return [self._piece(v) for v in values] if self._to_pieces else self.whole(values)
+
+    # -- calls -----------------------------------------------------------------------------
 
     def add(self, step: Step) -> Value:
         """Compute a call on this rank's block, and on its channels where the layer allows that."""
@@ -176,12 +215,8 @@ class Layered:
         read = step.read(self._grid.block(value.lengths))
         inputs = []
         for source in step.sources:
-            if way in (ROWS, ALONG):
-                piece = self._own_channels(source)
-            else:
-                self._join_channels(source)
-                piece = source.piece
-            inputs.append(self._fetch(piece, source, value, read))
+            piece = self._own_channels(source) if way in (ROWS, ALONG) else self._piece(source)
+            inputs.append(self._read(piece, source, value, read))
         if way is None:
             value.piece = step.run([*inputs, *step.uses], read)
             return value
@@ -231,15 +266,17 @@ class Layered:
         counts = [len(rows) for rows in pieces(value.piece.shape[CHANNELS], group.size)]
         return self._arrays.cut(value.piece, group, CHANNELS, counts)
 
-    def _join_channels(self, value: Value) -> None:
-        if self._channels.pop(value, None) is None:
-            return
-        assert value.step is not None
-        assert self._grid.channel_group is not None
-        counts = [len(rows) for rows in pieces(value.step.channels, self._grid.channels)]
-        value.piece = self._arrays.joined(value.piece, self._grid.channel_group, CHANNELS, counts)
+    def _piece(self, value: Value) -> Any:
+        """Return this rank's rows of a value, with all channels."""
+        if self._channels.pop(value, None) is not None:
+            assert value.step is not None
+            assert self._grid.channel_group is not None
+            counts = [len(rows) for rows in pieces(value.step.channels, self._grid.channels)]
+            group = self._grid.channel_group
+            value.piece = self._arrays.joined(value.piece, group, CHANNELS, counts)
+        return value.piece
 
-    def _fetch(self, array: Any, source: Value, made: Value, read: Read) -> Any:
+    def _read(self, array: Any, source: Value, made: Value, read: Read) -> Any:
         """Return the rows of a source that this rank needs for its block of ``made``.
 
         Args:
@@ -252,15 +289,15 @@ class Layered:
             elif axis >= len(made.lengths):
                 # The step reads this axis whole, so the result is the same on all ranks of the
                 # group.
-                array = self.joined(array, axis, n)
+                array = self._joined(array, axis, n)
             else:
                 have = pieces(n, self._grid.parts[axis])
                 theirs = self._grid.along(axis, made.lengths)
                 want = [made.step.read(block).rows[axis] for block in theirs]
-                array = fetch(self._arrays, array, axis, have, want, group)
+                array = _fetch(self._arrays, array, axis, have, want, group)
         return array
 
-    def joined(self, array: Any, axis: int, n: int) -> Any:
+    def _joined(self, array: Any, axis: int, n: int) -> Any:
         """Join the ranks' rows along an axis of length ``n``."""
         group = self._grid.groups[axis]
         if group is None:
@@ -268,22 +305,7 @@ class Layered:
         counts = [len(rows) for rows in pieces(n, self._grid.parts[axis])]
         return self._arrays.joined(array, group, dimension(axis), counts)
 
-    def whole(self, value: Value) -> Any:
-        """Return the whole array of a value, on every rank."""
-        if value.array is None:
-            self._join_channels(value)
-            array = value.piece
-            for axis, n in enumerate(value.lengths):
-                array = self.joined(array, axis, n)
-            value.array = array
-        return value.array
-
-    def piece(self, value: Value) -> Any:
-        """Return this rank's rows of a value, with all channels."""
-        self._join_channels(value)
-        return value.piece
-
-    def added(self, array: Any, axes: Sequence[int]) -> Any:
+    def _added(self, array: Any, axes: Sequence[int]) -> Any:
         """Return the sum of partial results over the ranks along some axes."""
         for axis in axes:
             group = self._grid.groups[axis]
@@ -291,8 +313,94 @@ class Layered:
                 array = self._arrays.added(array, group)
         return array
 
+    # -- parameters ------------------------------------------------------------------------
 
-def fetch(
+    def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
+        """Return the function that gives a layer on ``value`` its parameters.
+
+        The gradients of these parameters are summed over the ranks.
+
+        Args:
+            in_part: whether each rank computes a part of the layer's channels.
+        """
+        axes = len(value.lengths)
+
+        def share(x: Any) -> Any:
+            if not self._arrays.has_gradient(x):
+                return x
+            array = self._version(axes, in_part).get(id(x))
+            return self._through([x], axes, in_part)[0] if array is None else array
+
+        return share
+
+    def layout(self, weight: Any, bias: Any) -> str | None:
+        """Return how the ranks share a layer's filters; None if every rank has all of them."""
+        return None if self._filters is None else self._filters.layout(weight, bias)
+
+    def parameter(self, x: Any) -> Any:
+        """Return a whole parameter, joined from the ranks' pieces."""
+        share = None if self._filters is None else self._filters.share(x)
+        if share is None or self._filters is None:
+            return x
+        # Every rank has the same gradient of the whole parameter, or the gradients are summed
+        # before they arrive here.
+        return self._arrays.joined(x, self._filters.group, share.dimension, share.counts)
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        """Return the shape of all of an array or a parameter."""
+        share = None if self._filters is None else self._filters.share(x)
+        return tuple(x.shape) if share is None else share.shape
+
+    def _version(self, axes: int, in_part: bool) -> dict[int, Any]:
+        """Return, by the ``id`` of a parameter, the array whose gradient is summed over ranks."""
+        known = self._versions.get((axes, in_part))
+        if known is None:
+            wanted = [array for array in self._parameters if self._arrays.has_gradient(array)]
+            if in_part and self._filters is not None:  # a rank's own piece has its own gradient
+                wanted = [array for array in wanted if self._filters.share(array) is None]
+            summed = self._through(wanted, axes, in_part)
+            known = self._versions[axes, in_part] = dict(zip(map(id, wanted), summed))
+        return known
+
+    def _through(self, arrays: Sequence[Any], axes: int, in_part: bool) -> Sequence[Any]:
+        groups = [*self._grid.groups[:axes], self._grid.channel_group if in_part else None]
+        for group in groups:
+            if group is not None and arrays:
+                arrays = self._arrays.used_together(arrays, group)
+        return arrays
+
+    # -- statistics and random numbers -----------------------------------------------------
+
+    def moments(self, value: Value, groups: int | None, dtype: Any) -> tuple[Any, Any, int]:
+        """Return means, variances and the number of values behind each: see `Arrays.moments`."""
+        x = self._piece(value)
+        count = values_behind(value, x.shape[1], groups)
+        cut = range(0 if groups is None else 1, len(value.lengths))
+        mine = self._grid.block(value.lengths)[0]
+
+        def average(sums: Any) -> Any:
+            local = self._added(sums, cut) / count
+            # With groups, a rank has the means of its own samples only, and the ranks join them.
+            return local if groups is None else self._joined(local, 0, value.lengths[0])
+
+        def near(means: Any) -> Any:
+            used = self.shared(value, False)(means)
+            return used if groups is None else self._arrays.slice(used, 0, mine)
+
+        return *self._arrays.moments(x, groups, dtype, average, near), count
+
+    def generator(self) -> Any:
+        """Return a source of random numbers that are equal on all ranks, as masks have to be."""
+        if self._generator is None:
+            seed = self._grid.comm.broadcast_object(self._arrays.seed())
+            self._generator = self._arrays.generator(seed)
+        return self._generator
+
+
+Executor = InTurn | OverRanks
+
+
+def _fetch(
     arrays: Arrays,
     array: Any,
     axis: int,

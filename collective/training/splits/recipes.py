@@ -17,7 +17,7 @@ from collective.errors import ShapeError
 
 from .arrays import Arrays
 from .blocks import Read, Run, Step, Value
-from .executors import Executor
+from .layered import Executor
 from .serial import CHANNELS, dimension
 from .windows import Rule, Taken, Window, data_slices
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
-
-from collective.errors import BackendUnavailableError
 
 __all__ = ["LayerDifference", "MemoryReport", "Verification"]
 
@@ -57,32 +54,6 @@ class MemoryReport:
         lines = [f"{name:<{width}} {whole:>10} {split:>10}" for name, whole, split in rows]
         lines += [f"whole at {name}" for name in self.joined]
         return "\n".join(lines)
-
-    def plot(self, path: str | Path) -> None:
-        """Draw both as bars, layer by layer, into an image file.
-
-        Raises:
-            BackendUnavailableError: matplotlib is missing.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise BackendUnavailableError(
-                f"plot: {error}. Install matplotlib: pip install matplotlib"
-            ) from error
-        split = {**self.split, **({_PIECE: self.piece} if self.piece else {})}
-        names = list(dict.fromkeys((*self.whole, *split)))
-        figure = Figure(figsize=(8, 1.2 + 0.3 * len(names)), layout="constrained")
-        axes = figure.subplots()
-        for offset, label, sizes in ((-0.2, "whole", self.whole), (0.2, "split", split)):
-            at = [position + offset for position in range(len(names))]
-            axes.barh(at, [sizes.get(name, 0) / 2**20 for name in names], 0.4, label=label)
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
-        axes.set_xlabel("MiB kept for the backward pass")
-        axes.set_title(f"{self.ratio:.0%} of the whole module's bytes")
-        axes.legend()
-        figure.savefig(path, dpi=120)
 
 
 def _mib(count: int) -> str:

@@ -8,17 +8,18 @@ pass computes the block again, so that the arrays between its layers exist for o
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from .arrays import Arrays
-from .blocks import Block, Read, Run, Step, Value, blocks, order, wanted
+from .blocks import Block, Read, Run, Step, Value, blocks, lengths_of, order, wanted
 from .segments import ChannelSegment, segments, step_of
 from .windows import pieces
 
-__all__ = ["CHANNELS", "Serial", "dimension", "read_by", "select", "select_rows"]
+__all__ = ["CHANNELS", "InTurn", "dimension", "select", "select_rows", "values_behind"]
 
 #: Dimension of the channels in an array.
 CHANNELS = 1
@@ -44,11 +45,11 @@ def select(arrays: Arrays, array: Any, block: Block, rows: Block) -> Any:
     return array
 
 
-class Serial:
-    """Computation of values in blocks.
+class InTurn:
+    """Executor that records a forward pass's calls, and computes blocks when a result is needed.
 
     Args:
-        arrays: operations on the framework's arrays.
+        arrays: operations on the framework's arrays; none between ranks is used.
         parts: number of pieces along the batch and each data axis.
         channels: number of pieces along the channels.
         recompute: whether blocks are computed a second time for their gradients.
@@ -62,8 +63,55 @@ class Serial:
         self._channels = channels
         self._recompute = recompute
 
-    def compute(self, targets: Sequence[Value]) -> None:
-        """Compute the whole arrays of some values, and store them in ``Value.array``."""
+    def enter(self, x: Any) -> Value:
+        """Take in the input."""
+        return self.enter_whole(x)
+
+    def enter_whole(self, x: Any) -> Value:
+        """Take in an array."""
+        return Value(lengths_of(x.shape), array=self._arrays.entering(x))
+
+    def add(self, step: Step) -> Value:
+        """Add a layer that reads existing values, and return the value that it computes."""
+        return Value(step.lengths, step)
+
+    def whole(self, values: Sequence[Value]) -> list[Any]:
+        """Return the whole arrays of some values, and store them in ``Value.array``."""
+        self._compute(values)
+        return [value.array for value in values]
+
+    def results(self, values: Sequence[Value]) -> list[Any]:
+        """Return the results of the forward pass."""
+        return self.whole(values)
+
+    def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
+        """Return the function that gives a layer its parameters: here, unchanged."""
+        return lambda x: x
+
+    def layout(self, weight: Any, bias: Any) -> None:
+        """Return None, because all filters are on this device."""
+
+    def parameter(self, x: Any) -> Any:
+        """Return a parameter, which is whole here."""
+        return x
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        """Return the shape of a whole array or parameter."""
+        return tuple(x.shape)
+
+    def moments(self, value: Value, groups: int | None, dtype: Any) -> tuple[Any, Any, int]:
+        """Return means, variances and the number of values behind each: see `Arrays.moments`."""
+        (x,) = self.whole([value])
+        count = values_behind(value, x.shape[1], groups)
+        return *self._arrays.moments(x, groups, dtype, lambda sums: sums / count, None), count
+
+    def generator(self) -> Any:
+        """Return the source of random numbers."""
+        return self._arrays.generator(None)
+
+    # -- blocks ----------------------------------------------------------------------------
+
+    def _compute(self, targets: Sequence[Value]) -> None:
         targets = [value for value in dict.fromkeys(targets) if value.array is None]
         values = order(targets)
         if not values:
@@ -80,13 +128,13 @@ class Serial:
         recompute = self._recompute and (count > 1 or self._channels == 1)
         for part in range(count):
             goals = {value: cut[part] for value, cut in zip(targets, cuts) if part < len(cut)}
-            results = self.block(values, goals, sources, inputs, whole, recompute)
+            results = self._computed(values, goals, sources, inputs, whole, recompute)
             for value, array in zip(goals, results):
                 pieces_of[value].append(array)
         for value, arrays in pieces_of.items():
             value.array = self._join(arrays, value)
 
-    def block(
+    def _computed(
         self,
         values: Sequence[Value],
         goals: Mapping[Value, Block],
@@ -266,3 +314,10 @@ def read_by(values: Sequence[Value]) -> list[Value]:
     """Return the values that are already computed and that some of ``values`` read."""
     sources = (source for value in values if value.step for source in value.step.sources)
     return list(dict.fromkeys(source for source in sources if source.is_there))
+
+
+def values_behind(value: Value, channels: int, groups: int | None) -> int:
+    """Return the number of elements of a value behind one of its means: see `Arrays.moments`."""
+    if groups is None:
+        return math.prod(value.lengths)
+    return channels // groups * math.prod(value.lengths[1:])

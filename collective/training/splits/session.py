@@ -18,8 +18,8 @@ from collective.memory import nested
 
 from .arrays import Arrays
 from .blocks import Value, lengths_of
-from .executors import Executor
 from .filters import Filters
+from .layered import Executor
 
 __all__ = ["Session", "names"]
 
@@ -110,6 +110,20 @@ class Session(ABC):
 
     def _is_cut(self, x: Any) -> bool:
         return isinstance(x, self.kind)
+
+    def _broadcast_whole(self, leaves: Sequence[Any], shape: Sequence[int]) -> list[Any]:
+        """Return operands with whole arrays in place of those that broadcast along a cut axis.
+
+        Such an array is the same for every piece.
+
+        Args:
+            shape: shape of the result.
+        """
+        expected = lengths_of(shape), len(shape)
+        return [
+            self.whole(x) if self._is_cut(x) and (x.value.lengths, x.ndim) != expected else x
+            for x in leaves
+        ]
 
     # -- functions without a rule ----------------------------------------------------------
 

@@ -41,7 +41,6 @@ def layer(
 
     Raises:
         ShapeError: the input does not fit the weights.
-        ShapeError: the input does not fit the weights.
     """
     arrays, executor = context.arrays, context.executor
     shape = executor.shape(weight)

@@ -29,16 +29,16 @@ from tests.support.chainer_models import (
     weights,
 )
 from tests.support.chainer_ranks import on, run
-
-WORLDS = ["shm-2", "shm-4", "gloo-2", "threads-2", "threads-4"]
-
+from tests.support.selection import in_quick, in_whole
 
 # -- training -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bucket_mib", [25.0, 0.0002])
 @pytest.mark.parametrize("way", ["lossfun", "backward", "plain"])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "world", ["shm-2", "shm-4", in_whole("gloo-2"), in_quick("threads-2"), "threads-4"]
+)
 def test_optimizer_equals_one_process_on_joined_batch(
     world: str, bucket_mib: float, way: str
 ) -> None:
@@ -47,6 +47,7 @@ def test_optimizer_equals_one_process_on_joined_batch(
     assert_close(results[0], trained_alone(5))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", ["adam", "weight decay", "clipping"])
 def test_optimizer_hooks_receive_average_gradients(kind: str) -> None:
     results = run("shm-2", training, kind, 0.0002, "lossfun")
@@ -54,6 +55,7 @@ def test_optimizer_hooks_receive_average_gradients(kind: str) -> None:
     assert_close(results[0], trained_alone(5, kind))
 
 
+@pytest.mark.quick
 @on("shm-2", "threads-2")
 def test_hooks_that_draw_random_numbers_draw_the_same_on_all_ranks(comm: Any) -> None:
     model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1))
@@ -117,6 +119,7 @@ def training_on_equal_batches(comm: Any) -> Any:
     return weights(model)
 
 
+@pytest.mark.quick
 @on("shm-2")
 def test_gradients_are_reduced_during_backward_pass(comm: Any) -> None:
     model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1), bucket_mib=0.0002)
@@ -147,6 +150,7 @@ def test_gradients_are_reduced_during_backward_pass(comm: Any) -> None:
         assert parameter.grad is view
 
 
+@pytest.mark.quick
 @on("shm-2")
 def test_dense_layer_gradients_are_computed_in_buckets(comm: Any) -> None:
     model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1))
@@ -180,6 +184,7 @@ class Branches(Model):
         return self.last(F.tanh(self.middle(h)) if self.middle_too else h)
 
 
+@pytest.mark.quick
 def test_unused_parameters_contribute_zeros() -> None:
     results = run("shm-2", branches, None)
     assert_same(results)
@@ -197,6 +202,7 @@ def test_unused_parameters_contribute_zeros() -> None:
         np.testing.assert_allclose(results[0][name], p.array - 0.5 * expected[name], atol=1e-12)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("way", ["lossfun", "plain"])
 def test_loss_scale_is_divided_out_of_unused_parameters(way: str) -> None:
     assert_close(run("shm-2", branches, 512.0, way)[1], run("shm-2", branches, None)[1], 1e-12)
@@ -216,6 +222,7 @@ def branches(comm: Any, scale: float | None, way: str = "lossfun") -> Any:
     return weights(model)
 
 
+@pytest.mark.quick
 def test_no_sync_accumulates_gradients() -> None:
     results = run("shm-2", accumulating)
     assert_same(results)
@@ -243,6 +250,7 @@ def accumulating(comm: Any) -> Any:
     return weights(model)
 
 
+@pytest.mark.quick
 @on("shm-2")
 def test_gradients_added_after_reduction_are_reduced(comm: Any) -> None:
     model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1))
@@ -254,6 +262,7 @@ def test_gradients_added_after_reduction_are_reduced(comm: Any) -> None:
     assert_same(comm.all_gather_object(weights(model)))
 
 
+@pytest.mark.quick
 @on("shm-2")
 def test_reducing_with_second_backward_pass_raises_gradient_error(comm: Any) -> None:
     model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1))
@@ -270,6 +279,7 @@ def test_reducing_with_second_backward_pass_raises_gradient_error(comm: Any) -> 
     optimizer.update(loss_of, model, x, y)  # the next step succeeds
 
 
+@pytest.mark.quick
 def test_two_models_train_in_turn() -> None:
     first, second = zip(*run("shm-2", two_models), strict=True)
     assert_same(list(first))

@@ -348,7 +348,7 @@ def test_pipeline_with_different_options_raises_mismatch_error(
     comm: Any, option: str, values: list[Any]
 ) -> None:
     how = {**HOW, option: values[comm.rank]}
-    with pytest.raises(collective.MismatchError, match=f"{option}={values[0]!r}.*{values[1]!r}"):
+    with pytest.raises(collective.MismatchError, match=f"{option} is {values[1]!r}.*{values[0]!r}"):
         Pipeline(plain(2), comm, **how)
     assert comm.all_reduce(np.array([1]))[0] == 2
 

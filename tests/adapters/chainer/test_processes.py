@@ -21,6 +21,8 @@ from chainer.training.extensions import snapshot_writers
 from collective.adapters.chainer.compatibility import processes
 from tests.support.interpreter import printed
 
+pytestmark = pytest.mark.whole
+
 ANEW = pytest.mark.parametrize("method", ["spawn", "forkserver"])
 
 

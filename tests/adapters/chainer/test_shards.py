@@ -163,7 +163,10 @@ def _refused(comm: Any, case: str) -> str:
     ("case", "text"),
     [
         ("reduce", "reduce with shards"),
-        ("SyncBatchNormalization", "/norm joins the ranks' batches, with shards"),
+        (
+            "SyncBatchNormalization",
+            "/norm is a SyncBatchNormalization, which joins",
+        ),
         ("Split", "/split is a Split, whose pieces are on several ranks, with shards"),
         ("MultiNodeUpdater", "optimizer 'main' has shards"),
         ("backward", "a pass outside of update(lossfun), with shards [rank"),

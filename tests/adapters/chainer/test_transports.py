@@ -30,7 +30,9 @@ from tests.support.chainer_models import assert_close, assert_same, trained_alon
 from tests.support.chainer_ranks import as_chainermn
 from tests.support.mpi_launches import pool_of, world_of
 
-_WORLDS = [("gloo", 4), ("openmpi", 2), ("mpich", 4)]
+pytestmark = pytest.mark.whole
+
+_WORLDS = [("tcp", 4), ("gloo", 4), ("openmpi", 2), ("mpich", 4)]
 
 
 @pytest.fixture(scope="module", params=[world_of(*world) for world in _WORLDS])

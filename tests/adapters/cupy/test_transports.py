@@ -21,6 +21,8 @@ cupy = pytest.importorskip("cupy")
 
 from tests.support.fake_cupy import AwareMpi, Mpi, Nccl, Shm, over, pretend, values_of  # noqa: E402
 
+pytestmark = pytest.mark.whole
+
 __all__ = ["gpu"]  # a fixture
 
 Check = Callable[[], None]

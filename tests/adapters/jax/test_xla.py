@@ -186,8 +186,8 @@ def test_library_forgets_messages_before_one_of_unknown_dtype(plugin: ctypes.CDL
 
 def test_header_omits_functions_that_the_library_defines() -> None:
     text = symbols.header(["MPIABI_Allreduce", "MPIABI_Bcast", "MPIABI_SUM", "MPIABI_TAG_UB"])
-    assert re.findall(r"^\w+\(.*", text, re.MULTILINE) == [
-        "REFUSED(MPIABI_Bcast)", "CONSTANT(MPIABI_SUM, 512)", "CONSTANT(MPIABI_TAG_UB, 28672)",
+    assert re.findall(r"\w+\(.*?\)", text) == [
+        "REFUSED(MPIABI_Bcast)", "CONSTANT(MPIABI_SUM,512)", "UNUSED(MPIABI_TAG_UB)",
     ]  # fmt: skip
 
 

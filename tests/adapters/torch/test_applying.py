@@ -18,15 +18,6 @@ from collective.adapters.torch.replicas import parallel_apply  # noqa: E402
 from collective.errors import InvalidArgumentError  # noqa: E402
 
 
-class CodedError(Exception):
-    """An exception whose constructor needs more than a message, as in many libraries."""
-
-    def __init__(self, code, *, hint):
-        super().__init__(f"code {code}")
-        self.code = code
-        self.hint = hint
-
-
 class WordlessError(Exception):
     def __str__(self):
         return "words of its own"
@@ -116,59 +107,28 @@ def test_parallel_apply_threads_copy_context_variables():
 
 
 def test_parallel_apply_error_names_replica_and_location():
-    with pytest.raises(ValueError, match=r"^replica 1 of 3 on cpu: bad$") as caught:
-        parallel_apply(
-            [fine, raising(ValueError("bad")), raising(KeyError("later"))], [torch.ones(1)] * 3
-        )
-    assert type(caught.value) is ValueError
+    error = ValueError("bad")
+    with pytest.raises(ValueError, match="bad") as caught:
+        parallel_apply([fine, raising(error), raising(KeyError("later"))], [torch.ones(1)] * 3)
+    assert caught.value is error
+    assert (str(error), error.__notes__) == ("bad", ["replica 1 of 3 on cpu"])
     text = "".join(traceback.format_exception(caught.value))
     assert "where_it_broke" in text
     assert text.count("Traceback") == 1
 
 
 @pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (KeyError("missing"), "replica 0 of 2: missing"),
-        (AssertionError(), "replica 0 of 2"),
-        (NotImplementedError("later"), "replica 0 of 2: later"),
-        (torch.OutOfMemoryError("no memory"), "replica 0 of 2: no memory"),
-    ],
-    ids=lambda given: type(given).__name__,
-)
-def test_parallel_apply_error_keeps_type(error, text):
-    with pytest.raises(type(error)) as caught:
-        parallel_apply([raising(error), fine], [(), ()])
-    assert type(caught.value) is type(error)
-    assert caught.value.args == (text,)
-    assert error.args != (text,)  # the exception object that the module raised is unchanged
-
-
-def test_parallel_apply_error_keeps_attributes_and_cause():
-    error = CodedError(7, hint="try less")
-    error.__cause__ = OSError("disk")
-    with pytest.raises(CodedError, match="replica 0 of 2: code 7") as caught:
-        parallel_apply([raising(error), fine], [(), ()])
-    assert (caught.value.code, caught.value.hint) == (7, "try less")
-    assert caught.value.__cause__ is error.__cause__
-
-
-@pytest.mark.parametrize(
     "error",
-    [
-        OSError(2, "no such file"),
-        UnicodeDecodeError("utf-8", b"a", 0, 1, "broken"),
-        WordlessError(),
-        SystemExit(3),
-    ],
+    [KeyError("missing"), OSError(2, "no such file"), WordlessError(), SystemExit(3)],
     ids=lambda error: type(error).__name__,
 )
-def test_parallel_apply_error_with_custom_text_gets_note(error):
-    before = str(error), error.args
+def test_parallel_apply_error_gets_note(error):
+    error.__cause__ = OSError("disk")
+    before = str(error), error.args, error.__cause__
     with pytest.raises(type(error)) as caught:
         parallel_apply([fine, raising(error)], [(), ()])
     assert caught.value is error
-    assert (str(error), error.args) == before
+    assert (str(error), error.args, error.__cause__) == before
     assert error.__notes__ == ["replica 1 of 2"]
 
 
@@ -179,7 +139,7 @@ def test_parallel_apply_raises_after_all_modules_have_ended():
         time.sleep(0.1)
         ended.append(True)
 
-    with pytest.raises(ValueError, match="replica 0"):
+    with pytest.raises(ValueError, match="bad"):
         parallel_apply([raising(ValueError("bad")), slow], [(), ()])
     assert ended == [True]
     assert not [t for t in threading.enumerate() if t.name.startswith("replica-")]
@@ -202,11 +162,12 @@ def test_parallel_apply_handled_error_leaves_no_references():
         gc.enable()
 
 
-def test_parallel_apply_error_raised_twice_has_single_prefix():
+def test_parallel_apply_error_raised_twice_has_single_note():
     error = ValueError("bad")
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"^replica 0 of 2: bad$"):
+        with pytest.raises(ValueError, match="bad"):
             parallel_apply([raising(error), raising(error)], [(), ()])
+    assert error.__notes__ == ["replica 0 of 2"]
 
 
 def test_parallel_apply_with_lists_of_different_lengths_raises():

@@ -20,9 +20,10 @@ from collective.errors import (  # noqa: E402
 )
 from collective.testing import RankPool, run_ranks  # noqa: E402
 from tests.support.on_ranks import on_ranks, ranks_of  # noqa: E402
+from tests.support.selection import in_whole  # noqa: E402
 
 pool = ranks_of(("threads", 2), ("shm", 2))
-every = ranks_of(("threads", 2), ("shm", 2), ("gloo", 2), timeout=20.0)
+every = ranks_of(("threads", 2), ("shm", 2), in_whole(("gloo", 2)), timeout=20.0)
 two = ranks_of(("threads", 2))
 
 

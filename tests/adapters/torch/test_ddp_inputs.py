@@ -12,8 +12,9 @@ import collective
 from collective.adapters.torch import DistributedDataParallel, all_reduce_sparse
 from collective.testing import RankPool, RanksFailedError
 from tests.support.on_ranks import on_ranks, ranks_of
+from tests.support.selection import in_whole
 
-pool = ranks_of(("threads", 2), ("shm", 3), ("gloo", 2))
+pool = ranks_of(("threads", 2), ("shm", 3), in_whole(("gloo", 2)))
 two = ranks_of(("threads", 2))
 
 

@@ -40,6 +40,7 @@ class Net(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("way", ["compiled module", "in place", "compiled wrapper"])
 @on_ranks("shm")
 def test_ddp_with_torch_compile_equals_one_process(comm: Any, way: str) -> None:

@@ -214,6 +214,7 @@ def test_dense_weights_selects_only_large_dense_weights(width: int) -> None:
     assert list(weights) == ([id(layers[0].weight)] if width == WIDTH else [])
 
 
+@pytest.mark.whole
 def test_ddp_of_compiled_module_keeps_full_graph() -> None:
     """Check that the wrapper adds no code that the compiler cannot trace: ``fullgraph`` raises."""
 

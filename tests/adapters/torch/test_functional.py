@@ -23,6 +23,8 @@ from collective.training import differentiable  # noqa: E402
 from tests.support.derivatives import CASES, FIRST_ONLY, OPS, Spy, Tape  # noqa: E402
 from tests.support.on_ranks import on_ranks, ranks_of  # noqa: E402
 
+pytestmark = pytest.mark.quick
+
 two = ranks_of(("threads", 2))
 three = ranks_of(("threads", 3))
 

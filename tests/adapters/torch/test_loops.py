@@ -14,8 +14,9 @@ from collective.adapters.torch import ShardedOptimizer, sync_gradients, sync_ini
 from collective.errors import MismatchError, UnsupportedError
 from collective.testing import run_ranks
 from tests.support.on_ranks import on_ranks, ranks_of
+from tests.support.selection import in_whole
 
-pool = ranks_of(("threads", 2), ("shm", 3), ("gloo", 2))
+pool = ranks_of(("threads", 2), ("shm", 3), in_whole(("gloo", 2)))
 
 
 def model_of(seed: int = 1) -> nn.Module:
@@ -172,7 +173,7 @@ def test_sharded_optimizer_with_few_parameters_accepts_new_group(comm: Any) -> N
 @on_ranks("pool")
 def test_sharded_optimizer_with_different_parameters_raises(comm: Any) -> None:
     parameter = nn.Parameter(torch.ones(3 + (comm.rank == 1)))
-    with pytest.raises(collective.MismatchError, match="rank 1 has other parameters than rank 0"):
+    with pytest.raises(collective.MismatchError, match=r"\[4\] on rank 1, but .*\[3\] on rank 0"):
         ShardedOptimizer([parameter], torch.optim.SGD, comm, lr=1.0)
 
 
@@ -271,4 +272,5 @@ def _differing(comm: Any) -> str:
 
 def test_sync_gradients_of_different_parameters_names_the_first() -> None:
     for text in run_ranks(2, _differing):
-        assert "0.weight float32[3, 3] on rank 1, 0.bias float32[3] on rank 0" in text
+        assert text.startswith("sync_gradients: the parameters of rank 1 are not those of rank 0")
+        assert "only rank 1 has 0.weight" in text

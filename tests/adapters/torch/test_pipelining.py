@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
 from tests.support.mpi_launches import ROOT, mpirun, needs, warm_python_of  # noqa: E402
+from tests.support.selection import in_whole  # noqa: E402
 from tests.support.torch_groups import run_in_group  # noqa: E402
 
 WIDTH, SAMPLES, MICROBATCHES, CLOSE = 24, 16, 4, 1e-12
@@ -76,7 +77,7 @@ def check(results: list[Any], name: str) -> None:
             assert abs(gradient - expected).max() <= CLOSE * abs(expected).max()
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", in_whole("tcp"), in_whole("gloo")])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_pipelining_schedule_equals_one_process(name: str, transport: str) -> None:
     check(run_in_group((transport, 2), step, name), name)
@@ -100,6 +101,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.whole
 @needs("mpich")
 def test_pipelining_schedule_over_mpi_equals_one_process(tmp_path: Path) -> None:
     script = PROGRAM.replace("STORE", repr(str(tmp_path / "store")))

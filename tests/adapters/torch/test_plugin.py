@@ -10,9 +10,10 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
 from collective.errors import DtypeError, InvalidArgumentError, UnsupportedError  # noqa: E402
+from tests.support.selection import in_whole  # noqa: E402
 from tests.support.torch_groups import in_groups  # noqa: E402
 
-WORLDS = [("shm", 2), ("shm", 3), ("gloo", 3)]
+WORLDS = [("shm", 2), ("shm", 3), in_whole(("tcp", 3)), in_whole(("gloo", 3))]
 REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 MOVED = (*REAL, *WHOLE, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2fnuz)

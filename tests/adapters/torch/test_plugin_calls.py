@@ -25,9 +25,10 @@ from collective.errors import (  # noqa: E402
     UnsupportedError,
 )
 from collective.memory.dtypes import BY_NAME  # noqa: E402
+from tests.support.selection import in_whole  # noqa: E402
 from tests.support.torch_groups import in_groups  # noqa: E402
 
-WORLDS = [("shm", 3), ("gloo", 2)]
+WORLDS = [("shm", 3), in_whole(("tcp", 2)), in_whole(("gloo", 2))]
 
 
 @in_groups(*WORLDS)
@@ -320,7 +321,7 @@ def test_process_group_can_be_destroyed_and_created_again(
     dist.barrier()
 
 
-@in_groups(("shm", 2), ("gloo", 2))
+@in_groups(("shm", 2), in_whole(("tcp", 2)), in_whole(("gloo", 2)))
 def test_tensor_can_be_resized_after_every_call(rank: int, size: int) -> None:
     # As over torch's own Gloo. Some programs free the storage of a parameter in this way.
     def made(kind: Any) -> Any:

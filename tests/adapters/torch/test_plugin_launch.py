@@ -18,6 +18,8 @@ from tests.support.interpreter import run_python
 from tests.support.launches import ROOT, Launches, launched
 from tests.support.torch_groups import installed
 
+pytestmark = pytest.mark.whole
+
 PROGRAM = """
 import torch, torch.distributed as dist
 import collective.adapters.torch
@@ -60,7 +62,7 @@ def warm_launches(tmp_path: Path) -> Iterator[Launches]:
         yield launches
 
 
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_collective_run_starts_unmodified_program(warm_launches: Launches, transport: str) -> None:
     launches = warm_launches
     done = launches.run("-n", "2", "--backend", transport, launches.script(PROGRAM))

@@ -20,6 +20,7 @@ dist = pytest.importorskip("torch.distributed")
 from collective.backends.shm import memory  # noqa: E402
 from collective.errors import MismatchError  # noqa: E402
 from collective.testing import run_ranks  # noqa: E402
+from tests.support.selection import in_whole  # noqa: E402
 from tests.support.torch_groups import in_groups  # noqa: E402
 
 WIDTH = 512  # a layer has a gradient of 1 MiB
@@ -193,7 +194,7 @@ def test_ddp_without_room_in_shared_memory_trains_unadopted(rank: int, size: int
     assert not any(in_shared_memory(model))
 
 
-@in_groups(("shm", 2), ("shm", 3), ("gloo", 2))
+@in_groups(("shm", 2), ("shm", 3), in_whole(("tcp", 2)), in_whole(("gloo", 2)))
 def test_adopt_shares_memory_only_over_shm(rank: int, size: int) -> None:
     comm = dist.group.WORLD.comm
     nbytes = 1 << 20
@@ -201,7 +202,7 @@ def test_adopt_shares_memory_only_over_shm(rank: int, size: int) -> None:
     os.ftruncate(descriptor, nbytes)
     own = memoryview(mmap.mmap(descriptor, nbytes)).cast("d")
     own[-1] = rank + 1.0
-    adopted = comm.adopt(nbytes, lambda: descriptor)
+    adopted = comm.inner.adopt(nbytes, lambda: descriptor)
     if comm.backend != "shm":
         assert adopted is None
         return
@@ -212,9 +213,9 @@ def test_adopt_shares_memory_only_over_shm(rank: int, size: int) -> None:
     comm.broadcast(numbers[-4:], root=1, out=numbers[-4:])
     numbers[:] = rank
     assert comm.all_gather(numbers[:2]).tolist() == [r for r in range(size) for _ in (0, 1)]
-    assert comm.adopt(8, lambda: 1 // 0 if rank == 0 else os.memfd_create("none")) is None
+    assert comm.inner.adopt(8, lambda: 1 // 0 if rank == 0 else os.memfd_create("none")) is None
     with pytest.raises(MismatchError, match="adopt"):
-        comm.adopt(64 + rank, lambda: descriptor)
+        comm.inner.adopt(64 + rank, lambda: descriptor)
     comm.barrier()
 
 
@@ -222,10 +223,10 @@ def refuse_to_adopt(comm: Any) -> tuple[bool, float]:
     def move() -> int:
         raise AssertionError("moved")
 
-    refused = comm.adopt(1 << 20, move) is None
+    refused = comm.inner.adopt(1 << 20, move) is None
     return refused, float(comm.all_reduce(np.ones(1))[0])
 
 
 def test_adopt_is_off_with_shm_adopt_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLLECTIVE_SHM_ADOPT", "off")
+    monkeypatch.setenv("COLLECTIVE_DISABLE", "shm_adopt")
     assert run_ranks(2, refuse_to_adopt, backend="shm") == [(True, 2.0)] * 2

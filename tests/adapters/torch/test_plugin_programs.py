@@ -15,6 +15,8 @@ from tests.support.interpreter import run_python
 from tests.support.launches import ROOT
 from tests.support.torch_groups import installed
 
+pytestmark = pytest.mark.whole
+
 EXAMPLES = {
     "ddp.py": ["--epochs", "2"],
     "fsdp2.py": ["--steps", "10"],

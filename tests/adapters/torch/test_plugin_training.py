@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
 from collective.errors import UnsupportedError  # noqa: E402
+from tests.support.selection import in_whole  # noqa: E402
 from tests.support.torch_groups import in_groups  # noqa: E402
 
 STEPS, ROWS = 4, 3
@@ -64,7 +65,7 @@ def agree(results: Any, expected: Any, tolerance: float = 1e-5) -> None:
         torch.testing.assert_close(result.detach(), reference, rtol=tolerance, atol=tolerance)
 
 
-@in_groups(("shm", 2), ("gloo", 2), ("shm", 3))
+@in_groups(("shm", 2), in_whole(("tcp", 2)), in_whole(("gloo", 2)), ("shm", 3))
 def test_ddp_training_equals_one_process(rank: int, size: int) -> None:
     expected = alone(size)
     for options in (
@@ -76,7 +77,7 @@ def test_ddp_training_equals_one_process(rank: int, size: int) -> None:
         agree(model.parameters(), expected)
 
 
-@in_groups(("shm", 2), ("gloo", 2))
+@in_groups(("shm", 2), in_whole(("tcp", 2)), in_whole(("gloo", 2)))
 def test_ddp_comm_hooks_train_as_one_process(rank: int, size: int) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -171,7 +172,7 @@ def sharding() -> Any:
 
 
 @from_2_6
-@in_groups(("shm", 2), ("gloo", 2))
+@in_groups(("shm", 2), in_whole(("tcp", 2)), in_whole(("gloo", 2)))
 def test_fully_shard_training_equals_one_process(rank: int, size: int) -> None:
     fully_shard, model = sharding(), network()
     for layer in model:
@@ -287,7 +288,7 @@ def test_differentiable_functions_return_right_gradients(rank: int, size: int) -
 
 
 @from_2_6
-@in_groups(("shm", 2), ("gloo", 2))
+@in_groups(("shm", 2), in_whole(("tcp", 2)), in_whole(("gloo", 2)))
 def test_distributed_checkpoint_restores_sharded_model(
     rank: int, size: int, tmp_path: Path
 ) -> None:
@@ -307,7 +308,7 @@ def test_distributed_checkpoint_restores_sharded_model(
     checkpoint.async_save({"model": model.state_dict()}, checkpoint_id=tmp_path / "later").result()
 
 
-@in_groups(("shm", 2), ("gloo", 2))
+@in_groups(("shm", 2), in_whole(("tcp", 2)), in_whole(("gloo", 2)))
 def test_ddp_backward_with_missing_rank_times_out(rank: int, size: int) -> None:
     model = torch.nn.parallel.DistributedDataParallel(network())
     for step in range(3):
@@ -323,7 +324,7 @@ def test_ddp_backward_with_missing_rank_times_out(rank: int, size: int) -> None:
     store.set("over", "")
 
 
-@in_groups(("shm", 2), ("gloo", 2))
+@in_groups(("shm", 2), in_whole(("tcp", 2)), in_whole(("gloo", 2)))
 def test_ddp_builtin_hooks_train_as_one_process(rank: int, size: int) -> None:
     kinds = dist.BuiltinCommHookType
     for hook, tolerance in ((kinds.ALLREDUCE, 1e-5), (kinds.FP16_COMPRESS, 1e-2)):

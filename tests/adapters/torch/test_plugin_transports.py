@@ -23,12 +23,15 @@ from tests.support.mpi_launches import (  # noqa: E402
 )
 from tests.support.on_ranks import on_ranks  # noqa: E402
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture(
     scope="module",
     params=[
         "threads",
         "shm",
+        "tcp",
         "gloo",
         *(pytest.param(f"mpi {vendor}", marks=needs(vendor)) for vendor in VENDORS),
     ],

@@ -19,7 +19,6 @@ from collective.adapters.torch import scattering  # noqa: E402
 from collective.adapters.torch.replicas import (  # noqa: E402
     DataParallel,
     data_parallel,
-    imbalance,
 )
 from collective.errors import (  # noqa: E402
     DeviceError,
@@ -291,31 +290,3 @@ def test_data_parallel_misuse_raises():
         DataParallel(nn.Linear(1, 1, device="meta"), CPUS)(torch.ones(2, 1))
     with pytest.raises(ShapeError, match="pieces"):
         DataParallel(Echo(), CPUS)(torch.ones(4), torch.ones(1))
-
-
-def gpu(memory: int, cores: int) -> Any:
-    return types.SimpleNamespace(total_memory=memory, multi_processor_count=cores)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "text"),
-    [
-        ([gpu(75, 100), gpu(100, 75)], None),
-        ([gpu(100, 10)], None),
-        ([], None),
-        ([gpu(100, 10), gpu(74, 10)], "b has 74% of the memory of a"),
-        ([gpu(100, 6), gpu(90, 10), gpu(80, 9)], "a has 60% of the cores of b"),
-    ],
-    ids="alike one none memory cores".split(),
-)
-def test_imbalance_describes_unequal_gpus(gpus, text):
-    description = imbalance("abc"[: len(gpus)], gpus)
-    assert (description is None) if text is None else (text in description)
-
-
-def test_data_parallel_on_unequal_gpus_warns(monkeypatch):
-    properties = {0: gpu(100, 10), 1: gpu(50, 10)}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: properties[gpu.index])
-    with pytest.warns(UserWarning, match="cuda:1 has 50% of the memory of cuda:0") as caught:
-        DataParallel(nn.ReLU(), [0, 1])
-    assert caught[0].filename == __file__

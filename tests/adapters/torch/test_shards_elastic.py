@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,9 @@ pytest.importorskip("torch")
 
 from tests.support.interpreter import run_python
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="collective run --replace")
+pytestmark = [
+    pytest.mark.whole,
+]
 
 FAR_S = 120
 # Rank 0 kills itself in the middle of a step. The other ranks wait for its replacement before a
@@ -28,7 +29,7 @@ from collective.adapters.torch import DistributedDataParallel
 torch.set_num_threads(1)
 killing = "kill" in sys.argv
 comm = collective.init()
-first = None if comm.joins else comm.rank
+first = None if comm.membership.joins else comm.rank
 torch.manual_seed(3)
 front = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2)
 net = nn.Sequential(*front, nn.Linear(16, 2))

@@ -19,7 +19,9 @@ from tests.adapters.torch import test_functional as test_torch_functional  # noq
 from tests.adapters.torch import test_loops as test_torch_loops  # noqa: E402
 from tests.support.mpi_launches import pool_of, world_of  # noqa: E402
 
-_WORLDS = [("threads", 4), ("shm", 4), ("gloo", 4), ("openmpi", 2), ("mpich", 4)]
+pytestmark = pytest.mark.whole
+
+_WORLDS = [("threads", 4), ("shm", 4), ("tcp", 4), ("gloo", 4), ("openmpi", 2), ("mpich", 4)]
 
 
 @pytest.fixture(scope="module", params=[world_of(*world) for world in _WORLDS])

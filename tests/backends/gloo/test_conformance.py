@@ -12,6 +12,7 @@ from tests.support.conformance_parts import BY_SIZE, COMPARED, OF_TWO, all_but
 pytest.importorskip("torch", reason="the gloo transport needs PyTorch")
 
 
+@pytest.mark.whole
 @parametrize_with_checks("gloo", sizes=(2,), checks=OF_TWO)
 def test_gloo_of_2_passes_suite(check: Callable[[], None]) -> None:
     check()
@@ -22,11 +23,13 @@ def test_gloo_passes_suite(check: Callable[[], None]) -> None:
     check()
 
 
+@pytest.mark.whole
 @parametrize_with_checks("gloo", sizes=(4,), checks=BY_SIZE)
 def test_gloo_of_4_passes_suite(check: Callable[[], None]) -> None:
     check()
 
 
+@pytest.mark.whole
 @parametrize_with_checks("gloo", sizes=(3,), checks=COMPARED, check="results")
 def test_gloo_passes_suite_with_compared_results(check: Callable[[], None]) -> None:
     check()

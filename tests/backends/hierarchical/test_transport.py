@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-
-from collective.deadline import Deadline
-
-pytest.importorskip("torch", reason="between hosts it uses Gloo, which needs PyTorch")
 
 from collective.backends.hierarchical import HierarchicalBackend, transport
 from collective.backends.hierarchical.topology import Topology
 from collective.backends.shm import ShmBackend
 from collective.communicator import Communicator
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import (
     AllocationError,
     BackendUnavailableError,
@@ -43,7 +42,15 @@ from collective.testing import (
 )
 from tests.support.conformance_parts import BY_PLACE, all_but
 from tests.support.on_ranks import on_ranks, ranks_of
-from tests.support.simulated_hosts import Interleaved, Lopsided, Pairs, Single
+from tests.support.simulated_hosts import (
+    Interleaved,
+    Lopsided,
+    Mixed,
+    Pairs,
+    PairsOverGloo,
+    Single,
+    Without,
+)
 
 Check = Callable[[], None]
 
@@ -55,8 +62,26 @@ def test_host_pairs_pass_suite(check: Check) -> None:
     check()
 
 
-@parametrize_with_checks(Pairs, sizes=(3,), checks=BY_PLACE)
-def test_host_pair_and_single_rank_pass_suite(check: Check) -> None:
+@pytest.mark.whole
+@parametrize_with_checks(Pairs, sizes=(2, 3, 5), checks=BY_PLACE)
+def test_host_pairs_and_single_ranks_pass_suite(check: Check) -> None:
+    check()
+
+
+@parametrize_with_checks(Mixed, sizes=(4,), checks=BY_PLACE)
+def test_host_pairs_with_and_without_core_pass_suite(check: Check) -> None:
+    check()
+
+
+@pytest.mark.whole
+@parametrize_with_checks(Without, sizes=(4,), checks=BY_PLACE)
+def test_host_pairs_without_core_pass_suite(check: Check) -> None:
+    check()
+
+
+@parametrize_with_checks(PairsOverGloo, sizes=(4,), checks=BY_PLACE)
+def test_host_pairs_over_gloo_pass_suite(check: Check) -> None:
+    pytest.importorskip("torch", reason="the gloo transport needs PyTorch")
     check()
 
 
@@ -65,11 +90,13 @@ def test_interleaved_hosts_pass_suite(check: Check) -> None:
     check()
 
 
+@pytest.mark.whole
 @parametrize_with_checks(Lopsided, sizes=(4,), checks=BY_PLACE)
 def test_lopsided_hosts_pass_suite(check: Check) -> None:
     check()
 
 
+@pytest.mark.whole
 @parametrize_with_checks(Single, sizes=(2,), checks=BY_PLACE)
 def test_single_host_passes_suite(check: Check) -> None:
     check()
@@ -112,7 +139,6 @@ def test_topology_parts_are_equal_on_all_hosts() -> None:
     assert Topology(uneven, 3).parts(7, 1) == [0, 7]
 
 
-# Starting processes with PyTorch takes seconds.
 pairs = ranks_of(("tests.support.simulated_hosts:Pairs", 4))
 
 # -- groups ---------------------------------------------------------------------------------
@@ -120,7 +146,7 @@ pairs = ranks_of(("tests.support.simulated_hosts:Pairs", 4))
 
 @on_ranks("pairs")
 def test_groups_use_nearest_transport(comm: Communicator) -> None:
-    two, flat = "hierarchical-pairs", "gloo"
+    two, flat = "hierarchical-pairs", "tcp"
     kinds = {(0, 1): "shm", (2, 3): "shm", (0, 2): flat, (1, 2, 3): two, (3, 1, 0): two}
     for members, kind in kinds.items():
         if comm.rank in members:
@@ -224,6 +250,54 @@ def test_recv_timeout_names_sender(comm: Communicator, source: int, tmp_path: Pa
     (tmp_path / "heard").touch()
 
 
+# -- one message inside the host and one across ---------------------------------------------
+
+# Bytes of a message that fits neither into a ring nor into the buffers of a socket.
+LONG = 32 << 20
+
+
+@on_ranks("pairs")
+def test_sendrecv_inside_and_across_needs_no_thread(comm: Communicator) -> None:
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    with mock.patch.object(threading, "Thread", side_effect=AssertionError):
+        for count in (1, 1000, LONG // 8):
+            received = comm.sendrecv(np.full(count, comm.rank), after, before)
+            assert (received == before).all(), count
+            x = np.full(count, comm.rank)
+            assert (comm.sendrecv(x, after, before, out=x) == before).all(), count
+
+
+@on_ranks("pairs")
+def test_sendrecv_inside_and_across_times_out(comm: Communicator, tmp_path: Path) -> None:
+    comm.barrier()
+    if comm.rank == 1:
+        x = np.ones(LONG, np.uint8)
+        with pytest.raises(CollectiveTimeoutError, match=r"sendrecv\(tag=0\)"):
+            comm.sendrecv(x, 0, 2, timeout=0.5)
+        (tmp_path / "heard").touch()
+    else:
+        _until_heard(tmp_path, 1)
+    assert isinstance(_heard(comm.barrier), CollectiveError)
+
+
+def _exchanging_with_dying(comm: Communicator, victim: int) -> CollectiveError:
+    comm.barrier()
+    x = np.ones(LONG, np.uint8)
+    if comm.rank == victim:
+        os._exit(1)
+    return _heard(lambda: comm.sendrecv(x, 0, 2) if comm.rank == 1 else comm.barrier())
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_sendrecv_inside_and_across_names_dead_peer(pairs: RankPool, victim: int) -> None:
+    with pytest.raises(RanksFailedError) as failed:
+        pairs.run(_exchanging_with_dying, victim)
+    assert set(failed.value.errors) == {victim}
+    for error in failed.value.results.values():
+        assert isinstance(error, PeerLostError), error
+        assert error.ranks == (victim,)
+
+
 # -- disagreement ---------------------------------------------------------------------------
 
 
@@ -234,8 +308,23 @@ def _ranks_of(line: str) -> list[int]:
 
 
 @pytest.mark.parametrize("others", [[0], [1], [3], [2, 3], [1, 3]])
-@on_ranks("pairs", call_timeout=20.0)
-def test_different_calls_raise_mismatch_without_setting(
+@on_ranks("pairs")
+def test_different_calls_raise_mismatch_on_all_hosts_at_once(
+    comm: Communicator, others: list[int]
+) -> None:
+    x = np.full(1 << 16, comm.rank)
+    with pytest.raises(MismatchError):
+        comm.all_reduce(x, out=x, op="max" if comm.rank in others else "min")
+    assert (x == comm.rank).all()
+    assert comm.all_reduce(x, op="max")[0] == 3
+
+
+over_gloo = ranks_of(("tests.support.simulated_hosts:PairsOverGloo", 4))
+
+
+@pytest.mark.parametrize("others", [[0], [1], [3], [2, 3], [1, 3]])
+@on_ranks("over_gloo", call_timeout=20.0)
+def test_different_calls_over_gloo_raise_mismatch_without_setting(
     comm: Communicator, others: list[int]
 ) -> None:
     comm.barrier()
@@ -262,7 +351,7 @@ def test_different_calls_raise_mismatch_without_setting(
 
 @on_ranks("pairs")
 def test_allocation_failure_on_one_host_raises_on_all(comm: Communicator) -> None:
-    inner: Any = comm.transport._inner  # type: ignore[attr-defined]
+    inner: Any = comm.inner.transport._inner  # type: ignore[attr-defined]
 
     def refuse(nbytes: int, timeout: float) -> None:
         raise AllocationError("empty: out of memory, as planned")
@@ -371,5 +460,5 @@ def test_failure_while_peer_connects_is_raised_by_first_call() -> None:
 def test_unwatched_transport_between_hosts_is_refused() -> None:
     store: Any = None  # no store is needed, because the transport is refused before the ranks meet
     world = World(0, 2, 0, 1, "here", "none", "job", store, {"across": "shm"})
-    with pytest.raises(UnsupportedError, match=r"transport 'shm' cannot connect the hosts.*'gloo'"):
+    with pytest.raises(UnsupportedError, match=r"transport 'shm' cannot connect the hosts.*'tcp'"):
         HierarchicalBackend.connect(world, 1.0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from collective.testing import all_checks, parametrize_with_checks
 from tests.support.conformance_parts import BY_PLACE, OF_TWO, SHRINKING, all_but
 from tests.support.mpi_launches import launch_of, needs
@@ -24,6 +26,7 @@ def test_mpich_passes_suite(check: Check) -> None:
     check()
 
 
+@pytest.mark.whole
 @needs("mpich")
 @parametrize_with_checks("mpi", sizes=(2,), checks=OF_TWO, mpiexec=launch_of("mpich"))
 def test_mpich_of_2_passes_suite(check: Check) -> None:
@@ -33,6 +36,7 @@ def test_mpich_of_2_passes_suite(check: Check) -> None:
 # Our own code is the same with both libraries; only the libraries' code depends on the number of
 # ranks. The checks that kill a rank need a new start of all ranks; the test of four ranks runs
 # these checks.
+@pytest.mark.whole
 @needs("openmpi")
 @parametrize_with_checks(
     "mpi",
@@ -49,6 +53,7 @@ def test_openmpi_passes_suite(check: Check) -> None:
 _DEATHS = ("check_shrink", "check_shrink_when")
 
 
+@pytest.mark.whole
 @needs("openmpi")
 @parametrize_with_checks(
     "mpi",
@@ -60,6 +65,7 @@ def test_openmpi_passes_shrink_checks(check: Check) -> None:
     check()
 
 
+@pytest.mark.whole
 @needs("openmpi")
 @parametrize_with_checks(
     "mpi", sizes=(4,), checks=[*BY_PLACE, _ENDS_PROCESSES], mpiexec=launch_of("openmpi")

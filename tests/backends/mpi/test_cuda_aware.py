@@ -48,6 +48,8 @@ from tests.support.fake_cuda_aware_mpi import (
 from tests.support.mpi_launches import VENDORS, launch_of, mpirun, needs
 from tests.support.on_ranks import on_ranks
 
+pytestmark = pytest.mark.whole
+
 Check = Callable[[], None]
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="the ABI fake needs a C compiler")
@@ -276,7 +278,7 @@ def _supported(comm: Communicator) -> dict[str, list[str]]:
             for operation, ordered in (("reduce", False), ("reduce", True), ("scan", False)):
                 with contextlib.suppress(DtypeError):
                     arithmetic.check(op, BY_NAME[name])
-                    if comm.transport.supports(operation, op, BY_NAME[name], ordered):
+                    if comm.inner.transport.supports(operation, op, BY_NAME[name], ordered):
                         key = f"{operation} in order" if ordered else operation
                         types.setdefault(f"{key}: {op.name}", []).append(name)
     return types
@@ -302,7 +304,7 @@ def test_supports_names_operators_that_mpi_reduces(watched: RankPool) -> None:
 
 @on_ranks("watched")
 def test_gpu_calls_above_mpi_count_limit_are_split(comm: Communicator) -> None:
-    backend = comm.transport
+    backend = comm.inner.transport
     most, backend._most = backend._most, 7
     comm._path.plans.clear()
     try:
@@ -330,7 +332,7 @@ def test_shared_gpu_memory_is_refused(comm: Communicator) -> None:
 @on_ranks("watched")
 def test_groups_take_gpu_arrays(comm: Communicator) -> None:
     for group in (comm.split(0), comm.group([1, 0]), comm.dup()):
-        assert type(group.transport) is Watched
+        assert type(group.inner.transport) is Watched
         x = FakeArray.of(np.full(3, comm.rank + 1), device=comm.rank)
         _same("all_reduce", group.all_reduce(x), np.full(3, 3))
 
@@ -341,7 +343,7 @@ def test_timed_out_recv_keeps_gpu_memory(comm: Communicator) -> None:
         x = FakeArray((3,), np.int32, device=0)
         with pytest.raises(CollectiveTimeoutError):
             # For this length MPI gets the address before there is a message.
-            comm.transport.recv(
+            comm.inner.transport.recv(
                 Buffer(adapter_of(x).view(x)[0], BY_NAME["int32"]), 1, 5, Deadline(0.2)
             )
         array_ref = weakref.ref(x)
@@ -372,7 +374,7 @@ _ASK = """
 import collective
 comm = collective.init("mpi")
 from collective.backends.mpi.library import describe
-print("aware:", describe().cuda_aware, type(comm.transport).__name__)
+print("aware:", describe().cuda_aware, type(comm.inner.transport).__name__)
 """
 
 
@@ -414,7 +416,7 @@ def test_missing_library_is_not_cuda_aware() -> None:
 
 
 def _chosen(comm: Communicator) -> str:
-    return type(comm.transport).__name__
+    return type(comm.inner.transport).__name__
 
 
 def test_cuda_aware_library_selects_cuda_aware_transport(pools: Callable[[type], RankPool]) -> None:

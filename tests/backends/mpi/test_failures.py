@@ -187,7 +187,7 @@ _STOPS_INSIDE = """
     from collective.launch import control
     {prelude}
     comm = collective.init("mpi", timeout={timeout})
-    inside, arrive = os.environ["INSIDE"], comm.transport._arrive
+    inside, arrive = os.environ["INSIDE"], comm.inner.transport._arrive
     def enter(*arguments):
         how = arrive(*arguments)
         open(inside, "x").close()
@@ -198,7 +198,7 @@ _STOPS_INSIDE = """
             time.sleep(0.01)
         {act}
     comm.barrier()
-    comm.transport._arrive = enter if comm.rank else stop
+    comm.inner.transport._arrive = enter if comm.rank else stop
     try:
         comm.broadcast(np.ones(1000))
     except collective.CollectiveError as error:
@@ -253,7 +253,7 @@ def test_send_to_departed_rank_returns(closes: bool, tmp_path: Path) -> None:
                 wait_for(closed)
             try:
                 late = collective.deadline.Deadline(60)
-                comm.transport._move(0, "a send", late, "Send", np.ones(1 << 20), 0)
+                comm.inner.transport._move(0, "a send", late, "Send", np.ones(1 << 20), 0)
             except MpiError:
                 pass
             open(over, "x").close()
@@ -275,6 +275,7 @@ def test_send_to_departed_rank_returns(closes: bool, tmp_path: Path) -> None:
     assert over.exists(), result.stdout
 
 
+@pytest.mark.whole
 @needs("openmpi")
 def test_survivors_shrink_with_open_mpi() -> None:
     script = _script(f"""
@@ -293,7 +294,8 @@ def test_survivors_shrink_with_open_mpi() -> None:
             except collective.PeerLostError:
                 comm = comm.shrink()
             total = comm.all_reduce(np.array([2**first]))[0]
-            say("rank", first, "is", comm.rank, "of", comm.size, comm.origin, "sum", total)
+            origin = comm.membership.origin
+            say("rank", first, "is", comm.rank, "of", comm.size, origin, "sum", total)
     """)
     result = mpirun("openmpi", 5, script, arguments=("--with-ft", "ulfm"), check=False)
     lines = sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
@@ -485,6 +487,7 @@ def test_unusable_library_raises_backend_unavailable(
         assert word.replace("HERE", str(tmp_path)) in output
 
 
+@pytest.mark.whole
 @needs(*VENDORS)
 @pytest.mark.parametrize(("launcher", "library"), [VENDORS, VENDORS[::-1]])
 def test_mpiexec_of_another_library_is_refused(launcher: str, library: str) -> None:

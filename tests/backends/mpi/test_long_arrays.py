@@ -9,6 +9,8 @@ from collective.communicator import Communicator
 from collective.testing import RankPool
 from tests.support.mpi_launches import by_vendor, launch_of
 
+pytestmark = pytest.mark.whole
+
 _HUGE = 2**31 + 11
 
 

@@ -31,7 +31,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 
 def _transport(comm: Communicator) -> MpiBackend:
-    backend = comm.transport
+    backend = comm.inner.transport
     assert isinstance(backend, MpiBackend)
     return backend
 

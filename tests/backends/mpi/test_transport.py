@@ -49,7 +49,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 
 def _transport(comm: Communicator) -> MpiBackend:
-    backend = comm.transport
+    backend = comm.inner.transport
     assert isinstance(backend, MpiBackend)
     return backend
 
@@ -463,6 +463,7 @@ def test_describe_reports_vendor_and_thread_level(comm: Communicator) -> None:
     assert isinstance(library.cuda_aware, bool)
 
 
+@pytest.mark.whole
 @on_ranks("ranks", shared=True)
 def test_store_over_mpi_sets_gets_and_deletes(comm: Communicator) -> None:
     store = MpiStore(_transport(comm)._comm, Deadline(10.0))

@@ -426,7 +426,7 @@ def all_calls(comm: Any) -> None:
     # From version 2.10 on NCCL computes the average itself.
     Fake().clear_log()
     assert read(comm.all_reduce(x, op="avg")).tolist() == every.mean(0).tolist()
-    assert len(calls_of_nccl()) == (comm.transport._comm.library.version >= 21003)
+    assert len(calls_of_nccl()) == (comm.inner.transport._comm.library.version >= 21003)
     child = comm.split(0)
     assert read(child.all_reduce(x)).tolist() == every.sum(0).tolist()
     goes_on(comm)
@@ -460,7 +460,7 @@ def to_the_end(comm: Any, call: Any) -> None:
     finally:
         Fake().synchronize(x.stream, x.device)
     # A program that waits for the stream only gets the error from its next call.
-    until(lambda: comm.transport.channel.failure is not None, 1.0 + PROMISED_S + NOISE_S)
+    until(lambda: comm.inner.transport.channel.failure is not None, 1.0 + PROMISED_S + NOISE_S)
     comm.all_reduce(ones(comm))
 
 
@@ -525,7 +525,7 @@ def test_deadline_names_late_rank(comm: Any, kind: str) -> None:
     warm(comm)
     text = "waited 1 s for rank 1: rank 1 last did its call"
     if comm.rank == 1:
-        broken = lambda: comm.transport.channel.failure is not None  # noqa: E731
+        broken = lambda: comm.inner.transport.channel.failure is not None  # noqa: E731
         soon(lambda: to_the_end(comm, lambda x: until(broken)), 1.0, text)
         return
     if kind == "work":

@@ -329,7 +329,7 @@ def test_repeated_calls_with_different_outputs_are_correct(comm: Any, what: str)
 def walk_in_place(comm: Any, kind: str) -> int:
     """Return how many of our functions a repeated call runs."""
     warm(comm)
-    stream = comm.transport.device.new_stream()
+    stream = comm.inner.transport.device.new_stream()
     for event in [stream.record() for _ in range(20)]:
         event.release()  # the pool now holds enough events
     with framework(comm, kind) as fw:

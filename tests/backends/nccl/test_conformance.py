@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from collective.testing import parametrize_with_checks
 from tests.support.conformance_parts import OF_TWO, all_but
 from tests.support.nccl_processes import FakeNccl
@@ -50,11 +52,13 @@ def test_nccl_passes_suite(check: Callable[[], None]) -> None:
     check()
 
 
+@pytest.mark.whole
 @parametrize_with_checks(NewNccl, sizes=(2,), kind="cuda", checks=OF_TWO)
 def test_nccl_of_2_passes_suite(check: Callable[[], None]) -> None:
     check()
 
 
+@pytest.mark.whole
 @parametrize_with_checks(OldNccl, sizes=(3,), kind="cuda", checks=OLD)
 def test_old_nccl_passes_suite(check: Callable[[], None]) -> None:
     check()

@@ -147,7 +147,7 @@ def test_thread_ranks_keep_own_streams_and_contexts(threads: Any) -> None:
 
 
 def another_threads_gpu(comm: Any) -> None:
-    assert comm.transport.device.ordinal == comm.rank
+    assert comm.inner.transport.device.ordinal == comm.rank
     there = FakeArray.of(np.ones(3, np.float32), (comm.rank + 1) % 4)
     error = error_of(lambda: comm.all_reduce(there))
     assert type(error) is DeviceError, repr(error)
@@ -266,7 +266,7 @@ def waits_elsewhere(comm: Any) -> None:
             with current(other_stream), Fake().turned("delay_us", 5000, back=300):
                 work.wait()
                 stored = FakeArray((6,), "float32", device=ordinal_of(comm), stream=other_stream)
-                stream = comm.transport.device.stream(other_stream)
+                stream = comm.inner.transport.device.stream(other_stream)
                 cuda.copy(stored.address, y.data_ptr(), 24, stream)
                 return stored.get()
 

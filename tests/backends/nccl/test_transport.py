@@ -156,7 +156,7 @@ class NoGpu(FakeNccl):
 
 
 def on_host(comm: Any) -> None:
-    backend, size, rank = comm.transport, comm.size, comm.rank
+    backend, size, rank = comm.inner.transport, comm.size, comm.rank
     x = Buffer(numbers(rank, 9), from_numpy(np.dtype("float32")))
     total = Buffer.empty(9, x.dtype)
     like = {"dtype": x.dtype, "shape": (9,), "op": ops.as_op("sum")}
@@ -499,7 +499,7 @@ class NoDriver(FakeNccl):
 
 def cannot(comm: Any) -> str:
     """Make a call that raises on every rank, and another one on the host; return the text."""
-    backend = comm.transport
+    backend = comm.inner.transport
     # A rank without a GPU has no GPU array to pass, so all ranks call _open() directly.
     texts = set()
     for _ in range(2):

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from collective.backends.peers import channel as channel_module
+from collective.backends.peers.channel import tell_dropped
 from collective.backends.peers.hub import Hub
-from collective.backends.peers.link import Link, connect
+from collective.backends.peers.messages import disagreement
 from collective.backends.peers.monitor import Monitor
-from collective.backends.peers.reports import disagreement
-from collective.backends.peers.unclosed import tell_dropped
 from collective.contract.failure import Failure
 from collective.contract.process import RankProcess
 from collective.contract.recorder import Recorder
 from collective.contract.world import World
+from collective.control.link import Link, connect
 from collective.deadline import Deadline
 from collective.errors import (
     BackendError,
@@ -33,7 +33,7 @@ from collective.errors import (
 )
 from collective.memory.dtypes import named
 from collective.request import Request
-from collective.start.stores import FileStore
+from collective.start.stores import FileStore, MemoryStore
 from tests.support.interpreter import started
 
 FAR = 30.0
@@ -46,6 +46,12 @@ def world(rank, size, store, **changes):
         "launcher": "none", "job": "test", "store": store,
     }  # fmt: skip
     return World(**{**values, **changes})
+
+
+def hub_of(size, host, seconds=FAR, tls=None):
+    """Return the hub of some ranks: of several hosts, or of this host alone if ``host`` is None."""
+    place = {} if host is None else {"local_size": 0, "address": host}
+    return Hub(world(0, size, MemoryStore(), tls=tls, **place), Deadline(seconds), KEY)
 
 
 def start(ranks, size, directory, timeout=FAR, **changes):
@@ -166,7 +172,7 @@ def listening() -> set[str]:
 
 def test_hub_listens_on_given_address_until_all_ranks_joined(tmp_path):
     before = listening()
-    hub = Hub(2, "127.0.0.1", Deadline(FAR), KEY)
+    hub = hub_of(2, "127.0.0.1")
     (address,) = listening() - before
     assert address.split(":")[0] == "0100007F"
     links = [connect(hub.address, KEY, Deadline(FAR)) for _ in range(2)]
@@ -182,7 +188,7 @@ def test_hub_listens_on_given_address_until_all_ranks_joined(tmp_path):
 
 def test_hub_on_single_host_opens_no_network_port(tmp_path):
     before = listening()
-    Hub(2, None, Deadline(0.1), KEY)
+    hub_of(2, None, 0.1)
     assert listening() <= before
 
 
@@ -210,6 +216,26 @@ def test_abort_reaches_all_ranks(monitors):
     # Later failures do not replace the first one.
     monitors[0].channel.abort(Failure("aborted", 0, "late"))
     assert monitors[0].channel.failure.kind == "failed"
+
+
+def test_hub_tells_rank_of_its_own_process_last(tmp_path, monkeypatch):
+    """That rank may end the process, and the hub, at the news."""
+    hubs, told = [], []
+
+    class Kept(Hub):
+        def __init__(self, *args):
+            super().__init__(*args)
+            hubs.append(self)
+
+    monkeypatch.setattr("collective.backends.peers.monitor.Hub", Kept)
+    monitors = start(range(3), 3, tmp_path / "store")
+    for rank, link in hubs[0]._links.items():
+        monkeypatch.setattr(link, "write", lambda data, rank=rank: told.append(rank))
+    monitors[1].channel.abort(Failure("failed", 1, "why"))
+    until(lambda: len(told) == 2)
+    assert told == [2, 0]
+    for monitor in monitors:
+        monitor.channel.close()
 
 
 def test_await_heard_returns_after_peers_know_failure(monitors, monkeypatch):
@@ -273,7 +299,7 @@ import os, sys
 from tests.backends.peers.test_monitor import world
 from collective.backends.peers.monitor import Monitor
 from collective.deadline import Deadline
-from collective.start.stores import FileStore
+from collective.start.stores import FileStore, MemoryStore
 monitor = Monitor.start(world({rank}, 3, FileStore({store!r})), Deadline(30))
 print("here", flush=True)
 sys.stdin.readline()
@@ -336,6 +362,20 @@ def test_rank_0_leaving_first_keeps_monitor_working(monitors):
     monitors[1].channel.check("recv", [2])
     monitors[1].channel.abort(Failure("aborted", 1, "enough"))
     until(lambda: monitors[2].channel.failure)
+
+
+def test_rank_0_leaves_only_once_hub_has_passed_on_its_failure(monitors, monkeypatch):
+    heard, hear = [], Hub._hear
+
+    def slow(hub, link, message):
+        time.sleep(0.2)  # rank 0's process may end meanwhile
+        hear(hub, link, message)
+        heard.append(message["kind"])
+
+    monkeypatch.setattr(Hub, "_hear", slow)
+    monitors[0].channel.abort(Failure("aborted", 0, "because"))
+    monitors[0].channel.close()
+    assert heard == ["failure", "left", "bye"]
 
 
 def test_departed_rank_is_not_lost_when_rank_0_ends(tmp_path):
@@ -427,6 +467,51 @@ def test_timeout_names_late_rank_and_its_last_call(monitors):
     assert type(late) is CommunicatorAbortedError
 
 
+def timed_error(channel, timeout):
+    """Return the error of a call, and the seconds that it came after its deadline."""
+    since = time.monotonic()
+    error = wait_for_error(channel, timeout)
+    return error, time.monotonic() - since - timeout
+
+
+def test_timeout_names_rank_without_report_at_the_deadline(monitors, monkeypatch):
+    """The hub waits half a second for the report of such a rank."""
+    for monitor in monitors:
+        record(monitor, "all_reduce")
+    monkeypatch.setattr(monitors[2], "_say", lambda message: None)
+    error, late = timed_error(monitors[0].channel, 1.5)
+    assert error.ranks == (2,)
+    assert "rank 2 does not answer" in str(error)
+    assert late < 0.4
+
+
+def test_timeout_names_silent_ranks_at_the_deadline_if_hub_does_not_answer(monitors, monkeypatch):
+    monkeypatch.setattr(monitors[1], "_say", lambda message: None)
+    monitors[1].channel.silent = lambda: {0, 2}
+    error, late = timed_error(monitors[1].channel, 0.2)
+    assert error.ranks == (0, 2)
+    assert "rank 0 cannot be reached" in str(error)
+    assert "rank 2 cannot be reached" in str(error)
+    assert late < 0.4
+
+
+def test_timeout_uses_earlier_report_of_rank_that_is_slow_at_the_deadline(monitors, monkeypatch):
+    for monitor in monitors[:2]:
+        record(monitor, "all_reduce")
+    say, reports = monitors[2]._say, []
+
+    def only_first_report(message):
+        if message["kind"] == "report":
+            reports.append(message)
+        if len(reports) <= 1:
+            say(message)
+
+    monkeypatch.setattr(monitors[2], "_say", only_first_report)
+    error = wait_for_error(monitors[0].channel, timeout=0.8)
+    assert error.ranks == (2,)
+    assert "rank 2 has made no collective call" in str(error)
+
+
 def test_timeout_of_message_names_sender(monitors):
     error = wait_for_error(monitors[0].channel, timeout=0.2, awaited=[1])
     assert isinstance(error, CollectiveTimeoutError)
@@ -470,12 +555,16 @@ def test_group_offers_use_group_ranks(monitors):
 
 
 def test_offered_after_end_of_rank_0_raises(monitors):
+    without, all_ranks = monitors[1].channel.group([1, 2]), monitors[1].channel
     monitors[0].channel.close()
-    monitors[1].channel.offer("name", "nobody passes it on")
+    without.offer("name", "nobody passes it on")
     monitors[1]._link.cut()
     until(lambda: monitors[1].hub_gone)
     with pytest.raises(RendezvousError, match="keep rank 0 running while other ranks make groups"):
-        monitors[1].channel.offered("name")
+        without.offered("name")
+    # Ranks that connect with rank 0 get the error for a lost peer.
+    assert all_ranks.offered("name") == {}
+    assert isinstance(wait_for_error(all_ranks), PeerLostError)
 
 
 def test_group_abort_leaves_parent_intact(monitors):
@@ -495,6 +584,21 @@ def test_engine_error_is_replaced_by_known_failure(monitors):
     native = RuntimeError("connection closed by peer")
     monitors[1].channel.abort(Failure("failed", 1, "Traceback: no more milk"))
     assert isinstance(monitors[0].channel.explain("all_reduce", native), PeerFailedError)
+
+
+def test_engine_error_with_silent_host_is_lost_peer_on_all_ranks(monitors):
+    monitors[0].channel.silent = lambda: {2}
+    errors = [monitors[0].channel.explain("recv", EOFError("timed out"))]
+    errors += [wait_for_error(monitors[1].channel)]
+    assert [(type(error), error.ranks) for error in errors] == [(PeerLostError, (2,))] * 2
+
+
+def test_rank_that_is_cut_off_from_all_names_all(monitors):
+    monitors[1].channel.silent = lambda: {0, 2}
+    monitors[1]._hub_gone("")
+    error = wait_for_error(monitors[1].channel)
+    assert (type(error), error.ranks) == (PeerLostError, (0, 2))
+    assert "ranks 0 (on here), 2 (on here) are gone" in str(error)
 
 
 def test_unexplained_engine_error_breaks_communicator(monitors):

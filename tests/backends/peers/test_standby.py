@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from collective.backends.peers.link import ProofError, connect
 from collective.backends.peers.standby import LastingStore, Standby
-from collective.contract.store import Store
+from collective.control.link import ProofError, connect
+from collective.control.ports import Ports
+from collective.control.store import Store
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 from tests import warm
@@ -203,6 +204,23 @@ def test_connection_with_wrong_key_is_refused(ranks: Ranks) -> None:
     assert ranks.stores[1].put_if_absent("decision", b"of 1") == b"of 1"
 
 
+def test_standby_whose_port_another_listener_has_got_has_ended() -> None:
+    """Ranks that may use few ports take the port of a dead rank again before others look there."""
+    port = free_port()
+    mine = Standby(1, "127.0.0.1", None, Ports(port, port))
+    others = [Standby(rank, "127.0.0.1", None) for rank in (0, 2)]
+    contacts = [others[0].address, mine.address, others[1].address]
+    for standby in (mine, *others):
+        standby.begin(contacts, KEY)
+    assert not others[0].has_ended(1)
+    mine.close()
+    new = Standby(1, "127.0.0.1", None, Ports(port, port))
+    new.begin(contacts, b"the key of another meeting")
+    assert others[1].has_ended(1)
+    for standby in (new, *others):
+        standby.close()
+
+
 def test_closed_stores_leave_no_descriptor(ranks: Ranks) -> None:
     before = set(os.listdir("/proc/self/fd"))
     more = Ranks(3)
@@ -259,9 +277,10 @@ for victims in eval(sys.argv[4]):
             comm.all_reduce(np.ones(1))
     except collective.PeerLostError:
         comm = comm.shrink()
-    assert comm.all_reduce(np.array([2**first]))[0] == sum(2**each for each in comm.origin)
-assert comm.agree()
-print("through", comm.rank, comm.size, comm.origin, comm.generation)
+    origin = comm.membership.origin
+    assert comm.all_reduce(np.array([2**first]))[0] == sum(2**each for each in origin)
+assert comm.membership.agree()
+print("through", comm.rank, comm.size, comm.membership.origin, comm.membership.generation)
 comm.close()
 """
 
@@ -292,6 +311,33 @@ def test_shrink_after_death_of_store_server_succeeds(
         assert (results[rank].stdout, results[rank].returncode) == (expected, 0), error
         # PyTorch's store client writes this word when its server has died.
         assert "recvVector" not in error, error
+
+
+_CLOSED = """
+import gc, sys, threading
+import collective
+gc.disable()
+rank, port = int(sys.argv[1]), sys.argv[2]
+comm = collective.init(
+    backend="tcp", rank=rank, size=2, local_rank=0, local_size=1, interface="lo",
+    store=f"tcp://127.0.0.1:{port}",
+)
+def listens():
+    return "collective-standby" in {thread.name for thread in threading.enumerate()}
+before = listens()
+comm = comm.grow()
+after = listens()
+comm.close()
+print(before, after, listens())
+"""
+
+
+def test_standby_listens_until_last_generation_closes(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_CLOSED)
+    port = free_port()
+    for done in run_together(*([program, rank, port] for rank in range(2)), timeout=DEADLINE_S):
+        assert done.stdout == "True True False\n", done.stderr
 
 
 _WITHOUT_A_HUB = """

@@ -24,14 +24,14 @@ from hypothesis import strategies as st
 
 from collective.backends.peers.channel import Channel
 from collective.backends.peers.hub import Hub
-from collective.backends.peers.link import Challenge, Link, ProofError, connect, listen
 from collective.backends.peers.monitor import Monitor
-from collective.backends.peers.server import Server
+from collective.control.link import Challenge, Link, ProofError, connect, listen
+from collective.control.server import Server
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 from collective.start.stores import FileStore
 from tests import warm
-from tests.backends.peers.test_monitor import FAR, KEY, until, wait_for_error, world
+from tests.backends.peers.test_monitor import FAR, KEY, hub_of, until, wait_for_error, world
 from tests.support.interpreter import started
 
 LOOPBACK = "127.0.0.1"
@@ -73,7 +73,7 @@ def complete(address: str, size: int) -> list[Link]:
 @pytest.fixture(params=[LOOPBACK, None], ids=["tcp", "abstract"])
 def hub(request: pytest.FixtureRequest) -> Iterator[Hub]:
     """Start the hub of two ranks that have not connected yet."""
-    running_hub = Hub(2, request.param, Deadline(FAR), KEY)
+    running_hub = hub_of(2, request.param)
     yield running_hub
     until(lambda: "collective-hub" not in {thread.name for thread in threading.enumerate()})
 
@@ -115,6 +115,7 @@ def test_proof_is_valid_for_one_connection(hub: Hub) -> None:
         recorded = answer_to(first.recv(1000))
         second.recv(1000)
         second.sendall(recorded)
+        assert second.recv(1000) == Challenge.refusal
         assert second.recv(1000) == b""
         first.sendall(recorded)
         assert len(first.recv(1000)) == 32
@@ -208,9 +209,8 @@ HOLDS = """
 # A hub whose process is limited to a few more descriptors.
 POOR = """
     import os, resource, sys, threading
-    from collective.backends.peers.hub import Hub
-    from collective.deadline import Deadline
-    hub = Hub(2, "127.0.0.1", Deadline(60.0), bytes(range(32)))
+    from tests.backends.peers.test_monitor import hub_of
+    hub = hub_of(2, "127.0.0.1", 60.0)
     limit = len(os.listdir("/proc/self/fd")) + 8
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     print(hub.address, flush=True)
@@ -258,7 +258,7 @@ def test_hub_without_descriptors_refuses_strangers() -> None:
 
 def test_hub_does_not_store_data_of_strangers() -> None:
     """While 100 strangers send 1 MiB each, the hub allocates less than 1 MiB in total."""
-    hub = Hub(1, LOOPBACK, Deadline(FAR), KEY)
+    hub = hub_of(1, LOOPBACK)
     words = bytes(1 << 20)
     strangers = [knock(hub.address) for _ in range(100)]
     until(lambda: all(sock.recv(100) for sock in strangers))
@@ -291,7 +291,7 @@ def test_random_strings_do_not_stop_hub(hub: Hub) -> None:
 
 def test_altered_proof_is_refused() -> None:
     """A proof that is lengthened, or changed in one byte, is refused."""
-    hub = Hub(1, None, Deadline(FAR), KEY)
+    hub = hub_of(1, None)
 
     @settings(max_examples=200, deadline=None, database=None)
     @given(st.integers(0, 63), st.integers(1, 255), st.binary(max_size=4))
@@ -303,7 +303,7 @@ def test_altered_proof_is_refused() -> None:
             else:
                 proof[at] ^= flip
             sock.sendall(proof)
-            assert sock.recv(1000) == b""
+            assert sock.recv(1000) == (b"" if more else Challenge.refusal)
 
     stranger()
     complete(hub.address, 1)[0].close()
@@ -333,6 +333,7 @@ REPORT = {
     "started": 1,
     "waits": [["recv(tag=0)", "x.py:4 in main", False, [1], ["recv", 0, None, 1]]],
 }
+STALL = {"kind": "stall", "channel": "world", "members": [0], "asks": None, "within": None}
 WRONG: dict[str, object] = {
     "no kind": {},
     "an unknown kind": {"kind": "hello"},
@@ -344,7 +345,8 @@ WRONG: dict[str, object] = {
     "a huge number": {**LEFT, "finished": 1 << 64},
     "number is a bool": {**LEFT, "finished": True},
     "flag is an integer": {**LEFT, "dropped": 1},
-    "channel is a list": {"kind": "stall", "channel": [], "members": [0], "asks": None},
+    "channel is a list": {**STALL, "channel": []},
+    "a negative time": {**STALL, "within": -1},
     "an unfinished failure": {"kind": "failure", "channel": "world", "members": [0],
                               "failure": {"kind": "lost", "rank": 0}, "finished": None},
     "a short entry": {**REPORT, "entries": [ENTRY[:3]]},
@@ -376,7 +378,7 @@ def framed(text: bytes) -> bytes:
 )
 def test_malformed_message_ends_connection_of_its_sender(said: bytes, why: str) -> None:
     """The hub keeps serving, and tells rank 0 what was wrong with the message of rank 1."""
-    hub = Hub(2, None, Deadline(FAR), KEY)
+    hub = hub_of(2, None)
     links = complete(hub.address, 2)
     links[1].write(said)
     notice = links[0].expect(Deadline(FAR))
@@ -404,7 +406,7 @@ FIELDS = st.dictionaries(
 def test_random_messages_of_peers_do_not_stop_hub() -> None:
     """Rank 0 is still served, whatever the fields of the other ranks' messages are."""
     size = 60
-    hub = Hub(size, None, Deadline(FAR), KEY)
+    hub = hub_of(size, None)
     links = complete(hub.address, size)
     ranks = iter(range(1, size))
 
@@ -419,7 +421,7 @@ def test_random_messages_of_peers_do_not_stop_hub() -> None:
         link.close()
 
     peer()
-    ask = {"kind": "stall", "channel": "last", "members": [0], "asks": [0]}
+    ask = {"kind": "stall", "channel": "last", "members": [0], "asks": [0], "within": 9}
     links[0].send(ask)
     while links[0].expect(Deadline(FAR)).get("channel") != "last":
         pass

@@ -22,7 +22,8 @@ import pytest
 
 import collective
 from collective import native
-from collective.backends.shm import memory, segment
+from collective.backends.shm import control as control_module
+from collective.backends.shm import segment
 from collective.communicator import Communicator
 from collective.contract.process import RankProcess
 from collective.contract.world import World
@@ -86,7 +87,7 @@ def test_memory_returned_to_owner_is_not_read_as_result(
     x[:] = 1.0
     comm.barrier()
     if comm.rank == 1:
-        _stop_before(comm.transport.peers, "fetch", side)
+        _stop_before(comm.inner.transport._control, "fetch", side)
         with pytest.raises(CommunicatorAbortedError, match=r"waited 0\.2 s for rank 1"):
             _CALLS[call](comm, x, None)
         side.send_object("over", 0)
@@ -105,7 +106,7 @@ def test_call_on_broken_communicator_leaves_slots_alone(comm: Communicator) -> N
     side, comm = comm.dup(), _in_python(comm)
     comm.barrier()
     if comm.rank == 1:
-        _stop_before(comm.transport, "_region", side)
+        _stop_before(comm.inner.transport, "_region", side)
         assert comm.broadcast(np.zeros(4)).tolist() == [1.0] * 4
         return
     assert comm.broadcast(np.ones(4)) is not None
@@ -123,7 +124,7 @@ def test_late_rank_does_not_write_to_returned_memory(comm: Communicator) -> None
     side, comm = comm.dup(), _in_python(comm)
     x = comm.empty(LONG, "float64")
     x[:] = 1.0
-    control = comm.transport._control  # type: ignore[attr-defined]
+    control = comm.inner.transport._control  # type: ignore[attr-defined]
     if comm.rank == 1:
         arrive = control.arrive
 
@@ -166,7 +167,9 @@ def _connect_while_a_rank_dies(
     processes = [RankProcess.parse(text) for text in comm.all_gather_object(str(RankProcess.own()))]
     dying = processes[victim]
     assert dying is not None
-    owner, name = {"probe": (memory, "read_process"), "open": (segment.Segment, "open")}[point]
+    owner, name = {"probe": (control_module, "read_process"), "open": (segment.Segment, "open")}[
+        point
+    ]
     function = getattr(owner, name)
 
     def die_or_outlive(*args: Any, **options: Any) -> Any:
@@ -178,7 +181,7 @@ def _connect_while_a_rank_dies(
 
     setattr(owner, name, die_or_outlive)
     if point == "open" and comm.rank == victim:  # the victim, whose segment the other ranks open
-        comm.transport._attach = die_or_outlive  # type: ignore[attr-defined]
+        comm.inner.transport._attach = die_or_outlive  # type: ignore[attr-defined]
     try:
         _CONNECTIONS[how](comm, store)
     except CollectiveError as error:
@@ -213,7 +216,7 @@ def test_connect_failure_of_peer_includes_its_reason(comm: Communicator) -> None
             raise MemoryError("no room for a probe")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(memory, "read_process", read)
+            patch.setattr(control_module, "read_process", read)
             with pytest.raises(MemoryError):
                 comm.dup()
     else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
+
 from collective import native
 from collective.backends.shm import ShmBackend
 from collective.contract.world import World
@@ -17,6 +19,7 @@ SIZES, MANY = (2, 3), (8,)
 Check = Callable[[], None]
 
 
+@pytest.mark.quick
 @parametrize_with_checks("shm", sizes=SIZES)
 def test_shm_passes_suite(check: Check) -> None:
     check()
@@ -62,7 +65,7 @@ class WithoutReading(ShmBackend):
 
     @classmethod
     def connect(cls, world: World, timeout: float) -> WithoutReading:
-        options = {**world.options, "shm_single_copy": "off"}
+        options = {**world.options, "disable": "shm_single_copy"}
         return super().connect(replace(world, options=options), timeout)
 
 
@@ -81,11 +84,13 @@ def test_shm_without_single_copy_passes_suite(check: Check) -> None:
     check()
 
 
+@pytest.mark.whole
 @parametrize_with_checks("shm", sizes=MANY, checks=BY_SIZE)
 def test_shm_of_8_passes_suite(check: Check) -> None:
     check()
 
 
+@pytest.mark.whole
 @parametrize_with_checks("shm", sizes=(2,), checks=COMPARED, check="results")
 def test_shm_passes_suite_with_compared_results(check: Check) -> None:
     check()
@@ -94,6 +99,7 @@ def test_shm_passes_suite_with_compared_results(check: Check) -> None:
 _FOLDS = [name for name in COMPARED if any(each in name for each in ("reduce", "scan", "order"))]
 
 
+@pytest.mark.whole
 @parametrize_with_checks(WithoutTheCore, sizes=(3,), checks=_FOLDS, check="results")
 def test_shm_without_native_core_passes_suite_with_compared_results(check: Check) -> None:
     check()

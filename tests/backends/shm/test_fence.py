@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
+from collective.backends.shm import board as board_module
 from collective.backends.shm import control as control_module
-from collective.backends.shm import failures as failures_module
 from collective.backends.shm.control import BROKEN, Control
 from collective.backends.shm.layout import LINE, Layout
 from collective.backends.shm.segment import Segment
 from collective.contract.failure import Failure
 from collective.deadline import Deadline
 
-STEP, STATE, PID, FAILED_AT, FAILURE_LENGTH = (LINE + word for word in (0, 32, 33, 36, 37))
+STEP, STATE, PID, FAILURE = (LINE + word for word in (0, 32, 33, 36))
 
 
 class Words:
@@ -39,11 +39,12 @@ class Words:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[Control, Words]:
     """Return rank 0 of one rank, whose accesses are recorded as on a processor without order."""
-    control = Control(Segment.create(Layout(1).nbytes), 0, 1)
+    layout = Layout(1)
+    control = Control(Segment.create(layout.nbytes), layout, 0)
     words = Words(control.words)
-    control.words = control._reports.words = words  # type: ignore[assignment]
+    control.words = control._failures._words = words  # type: ignore[assignment]
     monkeypatch.setattr(control_module, "ORDERED", False)
-    for module in (control_module, failures_module):
+    for module in (control_module, board_module):
         monkeypatch.setattr(module, "fence", words.fence)
     return control, words
 
@@ -63,6 +64,7 @@ def test_join_announces_process_number_before_state(recorded: tuple[Control, Wor
 
 def test_join_reads_process_numbers_after_states(recorded: tuple[Control, Words]) -> None:
     control, words = recorded
+    words[STATE], control.rank = 1, 1  # another rank, which waits for rank 0
     control.join(Deadline(5.0))
     assert fenced(words, ("read", STATE), ("read", PID))
 
@@ -91,5 +93,4 @@ def test_failure_is_read_in_opposite_order_of_its_report(recorded: tuple[Control
     words.log.clear()
     with pytest.raises(Exception, match="a reason"):
         control.refuse_broken("recv")
-    assert fenced(words, ("read", BROKEN), ("read", FAILED_AT))
-    assert fenced(words, ("read", FAILED_AT), ("read", FAILURE_LENGTH))
+    assert fenced(words, ("read", BROKEN), ("read", FAILURE))

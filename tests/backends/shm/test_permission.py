@@ -158,13 +158,13 @@ def test_communicator_grants_permission_until_closed(comm: Communicator) -> None
 
 @on_ranks("two")
 def test_communicator_without_single_copy_grants_nothing(comm: Communicator) -> None:
-    backend: Any = comm.transport
-    wanted = backend._wanted
-    backend._wanted = wanted._replace(single_copy=comm.rank == 1)
+    backend: Any = comm.inner.transport
+    disabled = backend._disabled
+    backend._disabled = "" if comm.rank == 1 else "shm_single_copy"
     with _pretended() as permitted:
         group = comm.dup()
         assert len(permission._granted) == 0
         group.close()
-    backend._wanted = wanted
+    backend._disabled = disabled
     assert len(permitted) == 2 * comm.rank
     assert permitted[1:] == [0] * comm.rank

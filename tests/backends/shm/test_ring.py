@@ -22,12 +22,12 @@ from collective.backends.shm.segment import Segment
 from collective.contract.backend import ANY_SOURCE
 from collective.errors import BackendError, CommunicatorAbortedError
 
+pytestmark = pytest.mark.quick
 
-class Peers:
-    """Access to the memory of all ranks, which is the memory of this process."""
 
-    def fetch(self, rank: int, address: int, out: np.ndarray) -> None:
-        ctypes.memmove(out.ctypes.data, address, out.nbytes)
+def _fetch(rank: int, address: int, out: np.ndarray) -> None:
+    """Copy from the memory of a rank, which is the memory of this process."""
+    ctypes.memmove(out.ctypes.data, address, out.nbytes)
 
 
 class Step:
@@ -38,7 +38,7 @@ class Step:
         source: rank that sent the message, once the message is over.
     """
 
-    def __init__(self, steps: Generator[None, None, Any], out: np.ndarray | None = None) -> None:
+    def __init__(self, steps: Generator[Any, None, Any], out: np.ndarray | None = None) -> None:
         self._steps = steps
         self.out: Any = out
         self.over = False
@@ -48,8 +48,9 @@ class Step:
         try:
             next(self._steps)
         except StopIteration as stop:
-            # A generator that had ended before returns None.
-            self.source = self.source if self.over else stop.value
+            # A send returns None, and so does a generator that had ended before.
+            if stop.value is not None:
+                self.source = stop.value[0]
             self.over = True
         return self.over
 
@@ -58,25 +59,28 @@ class Ends:
     """The message ends of all ranks, and the ring from rank 0 to rank 1."""
 
     def __init__(self, size: int = 2, single_copy: bool = False) -> None:
-        self.segment = Segment.create(Layout(size).nbytes)
-        self.controls = [Control(self.segment, rank, size) for rank in range(size)]
-        peers: Any = Peers()
-        self.ranks = [RingMessages(control, peers, single_copy) for control in self.controls]
-        self.sender = self.ranks[0]._outgoing[1]
-        self.receiver = self.ranks[1]._incoming[0].ring
-        self.kept = self.ranks[1]._incoming[0]._kept
+        layout = Layout(size)
+        self.segment = Segment.create(layout.nbytes)
+        self.controls: list[Any] = [Control(self.segment, layout, rank) for rank in range(size)]
+        for control in self.controls:
+            control.fetch = _fetch
+        self.ranks = [RingMessages(control, single_copy) for control in self.controls]
+        self.sender = self.ranks[0].carriers[1].outgoing
+        self.receiver = self.ranks[1].carriers[0].incoming
+        self.locks = self.ranks[0].carriers[1].sending, self.ranks[1].carriers[0].receiving
+        self.kept = self.ranks[1].engine._inboxes[0]._kept
 
     @property
     def is_empty(self) -> bool:
         return not self.sender.filled()
 
     def send(self, data: np.ndarray, tag: int = 0, src: int = 0, dst: int = 1) -> Step:
-        steps: Any = self.ranks[src]._send(data, dst, tag)
+        steps: Any = self.ranks[src].engine.send(data, dst, tag)
         return Step(steps)
 
     def receive(self, length: int, tag: int = 0, rank: int = 1, source: int = 0) -> Step:
         out = np.full(length, 255, np.uint8)
-        return Step(self.ranks[rank]._receive(out, source, tag), out)
+        return Step(self.ranks[rank].engine.receive(out, source, tag), out)
 
     def move_to(self, position: int) -> None:
         """Move both ends ``position`` bytes ahead, so that the ring wraps around."""
@@ -229,7 +233,7 @@ def test_unexpected_messages_are_kept_in_order(pair):
         receive = pair.receive(lengths[k], tag=k % 2)
         assert receive.advance()
         np.testing.assert_array_equal(receive.out, _data(lengths[k], k))
-    assert not any(pair.kept.values())
+    assert not pair.kept
 
 
 def test_partly_kept_message_precedes_next_of_its_tag(pair):
@@ -370,7 +374,6 @@ def test_any_interleaving_delivers_each_message_once_in_order(messages, start, s
     for (message, _), data in zip(receives, sources):
         np.testing.assert_array_equal(message.out, data)
     assert ends.is_empty
-    assert not any(ends.kept.values())
-    assert not ends.sender.lock.locked()
-    assert not ends.receiver.lock.locked()
+    assert not ends.kept
+    assert all(lock.take() for lock in ends.locks), "a lock is still held"
     ends.segment.close_descriptor()

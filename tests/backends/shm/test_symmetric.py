@@ -82,9 +82,9 @@ def test_tensors_in_symmetric_memory_are_located(tmp_path):
     with collective.connect(world, "shm") as comm:
         for number, dtype in enumerate(("float32", "bfloat16"), 1):
             tensor = comm.empty(N, dtype, like="torch")
-            assert comm.transport._heap.locate(_flat(tensor))[:2] == (number, 0), dtype
-            assert comm.transport._heap.locate(_flat(tensor[16:]))[1] > 0, dtype
-            assert comm.transport._heap.locate(_flat(torch.ones(N)))[0] == 0
+            assert comm.inner.transport._heap.locate(_flat(tensor))[:2] == (number, 0), dtype
+            assert comm.inner.transport._heap.locate(_flat(tensor[16:]))[1] > 0, dtype
+            assert comm.inner.transport._heap.locate(_flat(torch.ones(N)))[0] == 0
 
 
 def _flat(tensor):

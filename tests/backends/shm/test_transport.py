@@ -37,6 +37,8 @@ from collective.testing import RankDiedError, RanksFailedError, run_ranks
 from collective.testing.checks_shrink import await_files, gather
 from tests.support.on_ranks import on_ranks, ranks_of
 
+pytestmark = pytest.mark.quick
+
 two = ranks_of(("shm", 2), timeout=20.0)
 three = ranks_of(("shm", 3), timeout=20.0)
 
@@ -76,11 +78,11 @@ def reads_of_a_survivor_that_left(comm, marks: str) -> tuple[str, tuple]:
         with pytest.raises(PeerLostError):
             comm.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
-    control = comm.transport._control
+    control = comm.inner.transport._control
     while control.segment.alive(0):
         time.sleep(0.01)
     with pytest.raises(PeerLostError) as caught:
-        comm.transport.peers.fetch(0, addresses[0], x)
+        control.fetch(0, addresses[0], x)
     return str(caught.value), caught.value.ranks
 
 
@@ -96,7 +98,7 @@ def killed_before_a_group(comm, marks: str) -> str:
     gather(comm, marks)
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    while comm.transport._control.segment.alive(1):
+    while comm.inner.transport._control.segment.alive(1):
         time.sleep(0.01)
     try:
         comm.dup()
@@ -114,7 +116,7 @@ def test_dup_after_peer_death_reports_death(three, tmp_path):
 
 def killed_with_a_message_under_way(comm, sends: bool, reading: bool, marks: str) -> tuple:
     """Kill rank 1 when a part of its message is in the ring, or before it receives."""
-    comm.transport._wanted = comm.transport._wanted._replace(single_copy=reading)
+    comm.inner.transport._disabled = "" if reading else "shm_single_copy"
     native.switch(False)
     group, x = comm.dup(), np.ones(1 << 20)
     gather(comm, marks)
@@ -127,7 +129,7 @@ def killed_with_a_message_under_way(comm, sends: bool, reading: bool, marks: str
             messages.wait_for_message = die
             group.send(x, 0)
         die()
-    while group.transport._control.segment.alive(1):
+    while group.inner.transport._control.segment.alive(1):
         time.sleep(0.01)
     call = group.recv if sends else group.send
     with pytest.raises(PeerLostError, match=r"rank 1 .*has died") as lost:
@@ -270,7 +272,7 @@ def test_symmetric_memory_is_unmapped_with_last_array(comm):
             comm.sendrecv(x, comm.rank ^ 1, comm.rank ^ 1)
         assert _mapped() - start >= 4 * count * comm.size, "the test is void: nothing is mapped"
         del x
-        assert (_mapped(), len(comm.transport._heap._by_number)) == (start, 0), use
+        assert (_mapped(), len(comm.inner.transport._heap._by_number)) == (start, 0), use
 
 
 @on_ranks("two")
@@ -345,9 +347,9 @@ def test_wait_after_deadline_does_not_yield_first(comm):
     """A call may wait many times, and each wait would take longer than the timeout."""
     group, looks = comm.dup(), []
     if comm.rank == 0:
-        group.transport.sleep_after(5.0)
+        group.inner.transport.sleep_after(5.0)
         with pytest.raises(CollectiveTimeoutError):
-            group.transport._control.wait(
+            group.inner.transport._control.wait(
                 lambda: looks.append(0), lambda: [1], "recv", Deadline(0.0)
             )
         assert len(looks) <= 3

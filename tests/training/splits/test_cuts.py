@@ -82,6 +82,7 @@ def test_split_in_turn_matches_whole_model(
     assert not split.joined
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("seed", range(6))
 def test_split_in_turn_of_random_layers_matches_whole(of: ModuleType, seed: int) -> None:
     chance = random.Random(seed)
@@ -100,6 +101,7 @@ def test_split_in_turn_of_random_layers_matches_whole(of: ModuleType, seed: int)
         assert far(outcome, expected) < CLOSE, (layer, x.shape, how)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("seed", range(4))
 def test_split_in_turn_of_random_towers_matches_whole(of: ModuleType, seed: int) -> None:
     of.seed(seed)
@@ -163,8 +165,7 @@ def _on_a_rank(
         (4, {"data": (2, 2)}),
         (3, {"channels": 3}),
         (3, {"batch": 3}),  # the batch has two samples, so one rank has none
-        (4, {"data": (2, 2), "halo": "chain"}),
-        (4, {"batch": 2, "data": (2,), "halo": "chain", "recompute": False}),
+        (4, {"batch": 2, "data": (2,)}),
         (8, {"batch": 2, "channels": 2, "data": (2,)}),
     ],
     ids=str,
@@ -183,9 +184,7 @@ def test_split_over_ranks_of_random_layers_matches_whole(of: ModuleType, seed: i
     chance = random.Random(seed)
     for layer, x in layers(of, seed + 50, 12):
         size = chance.choice([2, 3, 4])
-        how = chance.choice(
-            [{"data": (size,)}, {"channels": size}, {"data": (size,), "halo": "chain"}]
-        )
+        how = chance.choice([{"data": (size,)}, {"channels": size}])
         expected = of.outcome(layer, x, layer)
         for outcome in run_ranks(size, _on_a_rank, of, layer, x, how):
             assert far(outcome, expected) < CLOSE, (layer, x.shape, size, how)
@@ -290,8 +289,6 @@ def test_split_padding_keeps_no_copy(of: ModuleType, how: dict[str, Any], most: 
         ({"data": 2}, r"data=2, expected a sequence.*pass data=\(2,\)"),
         ({"data": "2"}, "data='2', expected a sequence"),
         ({"data": ()}, r"data=\(\), expected a sequence"),
-        ({"halo": "row"}, "one of layer, chain"),
-        ({"halo": "chain"}, "without comm"),
         ({"inputs": "pieces"}, "without comm"),
         ({"filters": "own"}, "without comm"),
         ({"filters": "mine"}, "one of all, own"),

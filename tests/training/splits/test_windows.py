@@ -17,6 +17,8 @@ from collective.training.splits.windows import (
     pieces,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def _windows(seed: int, count: int) -> list[tuple[Window, int]]:
     chance = random.Random(seed)

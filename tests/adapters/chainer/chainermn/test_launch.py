@@ -15,6 +15,8 @@ import pytest
 from tests.support.interpreter import ROOT, run
 from tests.support.mpi_launches import launch_of, needs
 
+pytestmark = pytest.mark.whole
+
 pytest.importorskip("collective.adapters.chainer")
 pytest.importorskip("chainermn")
 

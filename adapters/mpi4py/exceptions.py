@@ -1,0 +1,273 @@
+"""Error classes and codes, ``MPI.Exception``, error handlers, and the refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import collective
+
+from .handles import Handle, Inner
+
+__all__ = ["CLASSES", "Errhandler", "MPIError", "UnsupportedError", "refuse", "translated"]
+
+_TEXTS = {
+    "SUCCESS": "no error",
+    "ERR_BUFFER": "invalid buffer",
+    "ERR_COUNT": "invalid count",
+    "ERR_TYPE": "invalid datatype",
+    "ERR_TAG": "invalid tag",
+    "ERR_COMM": "invalid communicator",
+    "ERR_RANK": "invalid rank",
+    "ERR_REQUEST": "invalid request",
+    "ERR_ROOT": "invalid root",
+    "ERR_GROUP": "invalid group",
+    "ERR_OP": "invalid operator",
+    "ERR_TOPOLOGY": "invalid topology",
+    "ERR_DIMS": "invalid dimensions",
+    "ERR_ARG": "invalid argument",
+    "ERR_UNKNOWN": "unknown error",
+    "ERR_TRUNCATE": "the message is longer than the buffer",
+    "ERR_OTHER": "another error",
+    "ERR_INTERN": "internal error",
+    "ERR_PENDING": "the request is pending",
+    "ERR_IN_STATUS": "the error is in the status",
+}
+_MORE = (
+    "ACCESS AMODE ASSERT BAD_FILE BASE CONVERSION DISP DUP_DATAREP FILE_EXISTS FILE_IN_USE FILE "
+    "INFO_KEY INFO_NOKEY INFO_VALUE INFO IO KEYVAL LOCKTYPE NAME NO_MEM NOT_SAME NO_SPACE "
+    "NO_SUCH_FILE PORT QUOTA READ_ONLY RMA_CONFLICT RMA_SYNC SERVICE SIZE SPAWN "
+    "UNSUPPORTED_DATAREP UNSUPPORTED_OPERATION WIN RMA_RANGE RMA_ATTACH RMA_FLAVOR RMA_SHARED "
+    "PROC_ABORTED SESSION VALUE_TOO_LARGE ERRHANDLER ABI PROC_FAILED PROC_FAILED_PENDING REVOKED"
+).split()
+#: Error classes of MPI by name, with their numbers.
+CLASSES = {
+    name: number
+    for number, name in enumerate([*_TEXTS, *(f"ERR_{name}" for name in _MORE)])
+}  # fmt: skip
+LASTCODE = 0x3FFF
+CLASSES["ERR_LASTCODE"] = LASTCODE
+_texts: dict[int, str] = {
+    number: f"MPI_{name}: {_TEXTS.get(name, name[4:].lower().replace('_', ' '))}"
+    for name, number in CLASSES.items()
+}
+# Classes and codes that the program has added, each code with its class.
+_added: dict[int, int] = {}
+# By these the keyval LASTUSEDCODE is answered.
+last_used = [LASTCODE]
+
+
+class MPIError(RuntimeError):
+    """Error of a call, with MPI's error code.
+
+    Args:
+        ierr: an error code.
+        text: what is wrong; by default the text of the code.
+    """
+
+    def __init__(self, ierr: int = 0, text: str = "", /) -> None:
+        self.ierr = ierr = int(ierr)
+        if ierr < 0:
+            self.ierr = ierr = CLASSES["ERR_UNKNOWN"]
+        self._text = text
+        super().__init__(ierr)
+
+    def __str__(self) -> str:
+        return self._text or self.Get_error_string()
+
+    def __repr__(self) -> str:
+        return f"MPI.Exception({self.ierr})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.ierr, self._text)
+
+    def __int__(self) -> int:
+        return self.ierr
+
+    def __bool__(self) -> bool:
+        return self.ierr != 0
+
+    def __hash__(self) -> int:
+        return hash(self.ierr)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, MPIError):
+            return self.ierr == other.ierr
+        return self.ierr == other if isinstance(other, int) else NotImplemented
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __lt__(self, other: Any) -> bool:
+        return self.ierr < int(other)
+
+    def __le__(self, other: Any) -> bool:
+        return self.ierr <= int(other)
+
+    def __gt__(self, other: Any) -> bool:
+        return self.ierr > int(other)
+
+    def __ge__(self, other: Any) -> bool:
+        return self.ierr >= int(other)
+
+    def Get_error_code(self) -> int:
+        """Return the error code."""
+        return self.ierr
+
+    def Get_error_class(self) -> int:
+        """Return the class of the error code."""
+        return Get_error_class(self.ierr)
+
+    def Get_error_string(self) -> str:
+        """Return the text of the error code."""
+        return Get_error_string(self.ierr)
+
+    error_code = property(Get_error_code)
+    error_class = property(Get_error_class)
+    error_string = property(Get_error_string)
+
+
+MPIError.__name__ = MPIError.__qualname__ = "Exception"  # its name in mpi4py
+Handle.null_exception = MPIError
+
+
+class UnsupportedError(NotImplementedError):
+    """Part of MPI that this module does not have; the text says why, and what to use."""
+
+
+def refuse(what: str, why: str, instead: str) -> NoReturn:
+    """Raise UnsupportedError. Every rank comes to it by its own arguments, so no rank waits."""
+    raise UnsupportedError(f"{what}: collective.adapters.mpi4py does not have it: {why}. {instead}")
+
+
+def Get_error_class(errorcode: int) -> int:
+    """Return the class of an error code."""
+    if errorcode in _added:
+        return _added[errorcode]
+    return errorcode if errorcode in _texts else CLASSES["ERR_UNKNOWN"]
+
+
+def Get_error_string(errorcode: int) -> str:
+    """Return the text of an error code."""
+    if errorcode not in _texts and errorcode not in _added:
+        raise MPIError(CLASSES["ERR_ARG"])
+    return _texts.get(errorcode, "")
+
+
+def Add_error_class() -> int:
+    """Add an error class, and return it."""
+    last_used[0] += 1
+    _added[last_used[0]] = last_used[0]
+    return last_used[0]
+
+
+def Add_error_code(errorclass: int) -> int:
+    """Add an error code of a class, and return it."""
+    code = Add_error_class()
+    _added[code] = errorclass
+    return code
+
+
+def Remove_error_class(errorclass: int) -> None:
+    """Remove an added error class without codes and text."""
+    _check_removable(errorclass)
+    if any(value == errorclass for code, value in _added.items() if code != errorclass):
+        raise MPIError(CLASSES["ERR_OTHER"], f"Remove_error_class: {errorclass} has codes")
+    _remove(errorclass)
+
+
+def Remove_error_code(errorcode: int) -> None:
+    """Remove an added error code without text."""
+    _check_removable(errorcode)
+    _remove(errorcode)
+
+
+def _check_removable(code: int) -> None:
+    if code not in _added or code in _texts:
+        raise MPIError(CLASSES["ERR_OTHER"], f"{code} is not an added code without a text")
+
+
+def _remove(code: int) -> None:
+    del _added[code]
+    last_used[0] = max([LASTCODE, *_added])
+
+
+def Add_error_string(errorcode: int, string: str) -> None:
+    """Give an added error code a text."""
+    if errorcode not in _added:
+        raise MPIError(CLASSES["ERR_OTHER"], f"Add_error_string: {errorcode} was not added")
+    _texts[errorcode] = string
+
+
+def Remove_error_string(errorcode: int) -> None:
+    """Take the text of an added error code away."""
+    if errorcode not in _added or errorcode not in _texts:
+        raise MPIError(CLASSES["ERR_OTHER"], f"Remove_error_string: {errorcode} has none")
+    del _texts[errorcode]
+
+
+def translated(error: collective.CollectiveError) -> MPIError:
+    """Return the ``MPI.Exception`` for an error of the library, with the library's text."""
+    kinds: list[tuple[type[BaseException], str]] = [
+        (collective.PeerLostError, "ERR_PROC_FAILED"),
+        (collective.PeerFailedError, "ERR_PROC_FAILED"),
+        (collective.CommunicatorAbortedError, "ERR_PROC_ABORTED"),
+        (collective.CommunicatorClosedError, "ERR_COMM"),
+        (collective.ShapeError, "ERR_TRUNCATE"),
+    ]
+    name = next((name for kind, name in kinds if isinstance(error, kind)), "ERR_OTHER")
+    return MPIError(CLASSES[name], f"MPI_{name}: {error}")
+
+
+class _Handling(Inner):
+    """Error handler: the function of the program, or None."""
+
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        super().__init__()
+        self.function = function
+
+
+class Errhandler(Handle, kind=True):
+    """Error handler of a communicator.
+
+    Whichever is set, an error raises :class:`Exception`, as with mpi4py's default.
+    """
+
+    __slots__ = ()
+    null_error = CLASSES["ERR_ERRHANDLER"]
+
+    def Free(self) -> None:
+        """Clear the handle."""
+        self._live  # noqa: B018
+        self._inner = None
+
+
+ERRHANDLER_NULL = Errhandler._constant("ERRHANDLER_NULL")
+ERRORS_RETURN = Errhandler._constant("ERRORS_RETURN", _Handling())
+ERRORS_ABORT = Errhandler._constant("ERRORS_ABORT", _Handling())
+ERRORS_ARE_FATAL = Errhandler._constant("ERRORS_ARE_FATAL", _Handling())
+
+
+class Handling:
+    """Methods of the classes that have error handlers: communicators and windows."""
+
+    __slots__ = ()
+
+    @classmethod
+    def Create_errhandler(cls, errhandler_fn: Callable[..., None]) -> Errhandler:
+        """Return a handler that calls ``errhandler_fn(handle, code)``."""
+        return Errhandler._of(_Handling(errhandler_fn))  # type: ignore[no-any-return]
+
+    def Get_errhandler(self: Any) -> Errhandler:
+        """Return the handler."""
+        return Errhandler._of(self._live.errhandler)  # type: ignore[no-any-return]
+
+    def Set_errhandler(self: Any, errhandler: Errhandler) -> None:
+        """Set the handler."""
+        self._live.errhandler = errhandler._live
+
+    def Call_errhandler(self: Any, errorcode: int) -> None:
+        """Call the handler for an error code."""
+        function = self._live.errhandler.function
+        if function is not None:
+            function(self, errorcode)

@@ -1,0 +1,206 @@
+"""Handles, as mpi4py's objects are: several Python objects may name one inner object.
+
+``Comm(comm)`` is a second handle of the same communicator, ``Free`` clears the handle that it is
+called on, and a cleared handle equals the null handle of its class. What a handle names is an
+:class:`Inner`. Constants such as ``COMM_WORLD`` pickle as their names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, ClassVar
+
+__all__ = ["Constant", "Handle", "Inner"]
+
+_numbers = itertools.count(1)
+
+
+class Inner:
+    """What handles name: a communicator, a group, a datatype and so on.
+
+    Attributes:
+        number: the integer that stands for it, as C code would have a handle; 0 until asked for.
+        constant: the handle that is a name in ``mpi4py.MPI``, or None.
+        attributes: values by keyval, set by the program.
+    """
+
+    number = 0
+    constant: Handle | None = None
+    name = ""
+
+    def __init__(self) -> None:
+        self.attributes: dict[int, Any] = {}
+
+
+class Handle:
+    """Base of the classes whose objects are handles.
+
+    Attributes:
+        null_error: error class of a call on a null handle, such as ``ERR_COMM``; set by each class.
+    """
+
+    null_error: ClassVar[int] = 0
+    # The class of MPI's errors, which derives from nothing here.
+    null_exception: ClassVar[type[BaseException]] = RuntimeError
+    # The class that all handles of this kind derive from, its inner objects and its constants.
+    _kind: ClassVar[type[Handle]]
+    _known: ClassVar[weakref.WeakValueDictionary[int, Inner]]
+    _null: ClassVar[Handle | None]
+    _names: ClassVar[dict[int, str]]
+    _inner: Any
+    __slots__ = ("__weakref__", "_inner")
+
+    # Handles are equal by what they name, which Free changes.
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init_subclass__(cls, kind: bool = False, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if kind:
+            cls._kind, cls._null, cls._names = cls, None, {}
+            cls._known = weakref.WeakValueDictionary()
+
+    def __new__(cls, other: Any = None, *args: Any, **options: Any) -> Any:
+        """Return a handle of what ``other`` names, or a null handle."""
+        self = object.__new__(cls)
+        if other is not None and not isinstance(other, cls._kind):
+            raise TypeError(
+                f"{cls.__name__}: expected {cls._kind.__name__}, got {type(other).__name__}"
+            )
+        self._inner = None if other is None else other._inner
+        return self
+
+    @classmethod
+    def _of(cls, inner: Inner | None) -> Any:
+        """Return a handle of this class for an inner object."""
+        self = object.__new__(cls)
+        self._inner = inner
+        return self
+
+    @classmethod
+    def _constant(cls, name: str, inner: Inner | None = None) -> Any:
+        """Return a handle that pickles as ``name`` of ``mpi4py.MPI``."""
+        self = cls._of(inner)
+        cls._names[id(self)] = name
+        if inner is None:
+            if cls._null is None:
+                cls._kind._null = self
+        elif inner.constant is None:
+            inner.constant = self
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Handle):
+            return NotImplemented
+        return self._kind is other._kind and self._inner is other._inner
+
+    def __ne__(self, other: object) -> bool:
+        if not isinstance(other, Handle):
+            return NotImplemented
+        return not self == other
+
+    def __bool__(self) -> bool:
+        return self._inner is not None
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        name = self._names.get(id(self))
+        if name is not None:
+            return name
+        constant = self._null if self._inner is None else self._inner.constant
+        if constant is None:
+            raise ValueError(f"cannot pickle {type(self).__name__} object: it is no constant")
+        return type(self), (constant,)
+
+    @property
+    def _live(self) -> Any:
+        """The inner object; raises ``MPI.Exception`` for a null handle."""
+        if self._inner is None:
+            raise self.null_exception(self.null_error)
+        return self._inner
+
+    @property
+    def handle(self) -> int:
+        """Integer that stands for what the handle names; 0 for a null handle."""
+        inner = self._inner
+        if inner is None:
+            return 0
+        if not inner.number:
+            inner.number = next(_numbers)
+            self._known[inner.number] = inner
+        return int(inner.number)
+
+    @classmethod
+    def fromhandle(cls, handle: int) -> Any:
+        """Return a handle for an integer that ``handle`` gave.
+
+        Raises:
+            ValueError: there is no such object in this process.
+        """
+        if handle and handle not in cls._known:
+            raise ValueError(f"{cls.__name__}.fromhandle: {handle} names no object")
+        return cls._of(cls._known[handle] if handle else None)
+
+    def toint(self) -> int:
+        """Return the handle as an integer."""
+        return self.handle
+
+    py2f = toint
+
+    @classmethod
+    def fromint(cls, arg: int, /) -> Any:
+        """Return a handle for an integer of :meth:`toint`."""
+        return cls.fromhandle(arg)
+
+    f2py = fromint
+
+    def free(self) -> None:
+        """Clear the handle, and free what it names unless that is a constant."""
+        if id(self) in self._names or self._inner is None:
+            return
+        if self._inner.constant is None and hasattr(self, "Free"):
+            self.Free()
+        self._inner = None
+
+
+class Constant(int):
+    """Integer with a name that stands for memory: ``BOTTOM``, ``IN_PLACE``."""
+
+    __slots__ = ()
+    _by_name: ClassVar[dict[str, Any]] = {}
+    _name = ""
+    _value = 0
+
+    def __new__(cls) -> Any:
+        if cls._name not in cls._by_name:
+            cls._by_name[cls._name] = int.__new__(cls, cls._value)
+        return cls._by_name[cls._name]
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def __reduce__(self) -> str:
+        return self._name
+
+    def __add__(self, other: object) -> Any:
+        raise TypeError(f"{self._name} is no number")
+
+
+class BottomType(Constant):
+    """Type of ``BOTTOM``, the address 0."""
+
+    _name = "BOTTOM"
+
+
+class InPlaceType(Constant):
+    """Type of ``IN_PLACE``: the receive buffer has this rank's input."""
+
+    _name, _value = "IN_PLACE", -1
+
+
+class BufferAutomaticType(Constant):
+    """Type of ``BUFFER_AUTOMATIC``: buffered sends take what memory they need."""
+
+    _name, _value = "BUFFER_AUTOMATIC", -2
+
+
+BOTTOM, IN_PLACE, BUFFER_AUTOMATIC = BottomType(), InPlaceType(), BufferAutomaticType()

@@ -1,0 +1,1 @@
+"""Folder on the path of a program that imports mpi4py."""

@@ -1,0 +1,48 @@
+"""Futures whose functions run on other ranks.
+
+``collective run --mpi4py -m mpi4py.futures program.py`` runs the program on rank 0, and the other
+ranks work for its executors. ``MPICommExecutor`` does the same for a block of a program that all
+ranks run. An executor of any other program has processes of its own, on this host.
+"""
+
+from __future__ import annotations
+
+from .pool import (
+    ALL_COMPLETED,
+    FIRST_COMPLETED,
+    FIRST_EXCEPTION,
+    BrokenExecutor,
+    CancelledError,
+    Executor,
+    Future,
+    InvalidStateError,
+    MPICommExecutor,
+    MPIPoolExecutor,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    TimeoutError,  # noqa: A004
+    as_completed,
+    compose,
+    get_comm_workers,
+    wait,
+)
+
+__all__ = [
+    "ALL_COMPLETED",
+    "FIRST_COMPLETED",
+    "FIRST_EXCEPTION",
+    "BrokenExecutor",
+    "CancelledError",
+    "Executor",
+    "Future",
+    "InvalidStateError",
+    "MPICommExecutor",
+    "MPIPoolExecutor",
+    "ProcessPoolExecutor",
+    "ThreadPoolExecutor",
+    "TimeoutError",
+    "as_completed",
+    "compose",
+    "get_comm_workers",
+    "wait",
+]

@@ -1,0 +1,1 @@
+"""Helpers of mpi4py: datatypes of NumPy, pickling with separate buffers, synchronisation."""

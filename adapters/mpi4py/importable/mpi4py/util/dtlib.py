@@ -1,0 +1,129 @@
+"""Datatypes of MPI from those of NumPy, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy import dtype as _np_dtype
+
+from .. import MPI
+
+__all__ = ["from_numpy_dtype", "to_numpy_dtype"]
+
+
+def from_numpy_dtype(dtype: Any) -> Any:
+    """Return the datatype of a NumPy dtype: an element, an array or a structure.
+
+    Raises:
+        ValueError: the dtype has objects, no size, or foreign byte order.
+    """
+    if _np_dtype is None:
+        raise RuntimeError("from_numpy_dtype: NumPy is not installed")
+    dtype = _np_dtype(dtype)
+    if dtype.hasobject:
+        raise ValueError("from_numpy_dtype: Python objects have no datatype")
+    if not dtype.isnative:
+        raise ValueError("from_numpy_dtype: the byte order is not the machine's")
+    if dtype.fields is not None:
+        fields = [dtype.fields[name] for name in dtype.names]
+        types = [from_numpy_dtype(field[0]) for field in fields]
+        structure = MPI.Datatype.Create_struct(
+            [1] * len(fields), [field[1] for field in fields], types
+        )
+        if structure.extent != dtype.itemsize or not dtype.isalignedstruct:
+            return structure.Create_resized(0, dtype.itemsize)
+        return structure
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        element = from_numpy_dtype(base)
+        if len(shape) == 1:
+            return element.Create_contiguous(shape[0])
+        return element.Create_subarray(shape, shape, [0] * len(shape))
+    if dtype.kind in "SUV":
+        if not dtype.itemsize:
+            raise ValueError(f"from_numpy_dtype: {dtype!r} has no size")
+        name, size = {"S": ("CHAR", 1), "U": ("WCHAR", 4), "V": ("BYTE", 1)}[dtype.kind]
+        count = dtype.itemsize // size
+        element = getattr(MPI, name)
+        return element.Dup() if count == 1 else element.Create_contiguous(count)
+    return MPI.Datatype.fromcode(
+        dtype.str[1:] if dtype.char not in "lLqQgGpP" else dtype.char
+    ).Dup()
+
+
+def to_numpy_dtype(datatype: Any) -> Any:
+    """Return the NumPy dtype of a datatype.
+
+    Raises:
+        ValueError: NumPy has none, such as for a part of an array.
+    """
+    if not datatype:
+        raise ValueError("to_numpy_dtype: the datatype is null")
+    base, combiner, params = datatype.decode()
+    if combiner == "DUP":
+        return to_numpy_dtype(base)
+    if combiner in ("NAMED", "F90_INTEGER", "F90_REAL", "F90_COMPLEX"):
+        layout = datatype.typechar
+        if combiner == "NAMED" and layout == "V" and datatype.name.endswith("INT"):
+            return _pair(datatype)
+        return _made(datatype.tocode() if _np_dtype is None else datatype.typestr)
+    if combiner == "CONTIGUOUS":
+        return _made((to_numpy_dtype(base), (params["count"],)))
+    if combiner == "SUBARRAY":
+        sizes = params["sizes"]
+        if params["subsizes"] != sizes or any(params["starts"]):
+            raise ValueError("to_numpy_dtype: a part of an array has no dtype")
+        shape = sizes if params["order"] == MPI.ORDER_C else sizes[::-1]
+        return _made((to_numpy_dtype(base), tuple(shape)))
+    if combiner == "RESIZED":
+        inner = to_numpy_dtype(base)
+        if params["lb"] or inner.fields is None:
+            raise ValueError("to_numpy_dtype: a resized element has no dtype")
+        return _structure(
+            [inner.fields[name][0] for name in inner.names],
+            [inner.fields[name][1] for name in inner.names], params["extent"], False,
+        )  # fmt: skip
+    if combiner == "STRUCT":
+        types, lengths = params["datatypes"], params["blocklengths"]
+        return _blocks(datatype, types, lengths, params["displacements"])
+    step = base.extent if combiner in ("VECTOR", "INDEXED", "INDEXED_BLOCK") else 1
+    if combiner in ("VECTOR", "HVECTOR"):
+        places = [i * params["stride"] * step for i in range(params["count"])]
+        lengths = [params["blocklength"]] * len(places)
+    elif combiner in ("INDEXED", "HINDEXED", "INDEXED_BLOCK", "HINDEXED_BLOCK"):
+        places = [place * step for place in params["displacements"]]
+        lengths = params.get("blocklengths") or [params["blocklength"]] * len(places)
+    else:
+        raise ValueError(f"to_numpy_dtype: {combiner} has no dtype")
+    return _blocks(datatype, [base] * len(places), lengths, places)
+
+
+def _made(spec: Any) -> Any:
+    return spec if _np_dtype is None else _np_dtype(spec)
+
+
+def _pair(datatype: Any) -> Any:
+    name = datatype.name.removeprefix("MPI_").removesuffix("_INT")
+    value = MPI.INT if name in ("2INT", "INT") else getattr(MPI, name)
+    place = max(value.extent, MPI.INT.extent)
+    return _structure([value.typestr, "i4"], [0, place], datatype.extent, True)
+
+
+def _blocks(datatype: Any, types: Any, lengths: Any, places: Any) -> Any:
+    formats = []
+    for element, length in zip(types, lengths):
+        form = to_numpy_dtype(element)
+        formats.append(form if length == 1 else _made((form, (length,))))
+    aligned = _np_dtype is None or all(
+        place % form.alignment == 0 for form, place in zip(formats, places)
+    )
+    return _structure(formats, list(places), datatype.extent, aligned)
+
+
+def _structure(formats: Any, offsets: Any, itemsize: int, aligned: bool) -> Any:
+    names = [f"f{i}" for i in range(len(formats))]
+    spec = {"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize}
+    if _np_dtype is None:
+        return {**spec, "aligned": aligned}
+    alignment = max((_np_dtype(form).alignment for form in formats), default=1)
+    return _np_dtype(spec, align=aligned and not itemsize % alignment)  # type: ignore[call-overload]

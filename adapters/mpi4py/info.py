@@ -1,0 +1,187 @@
+"""``MPI.Info``: hints as strings by name, in the order in which they were set."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from .exceptions import CLASSES, MPIError
+from .handles import Handle, Inner
+
+__all__ = ["INFO_ENV", "INFO_NULL", "MAX_INFO_KEY", "MAX_INFO_VAL", "Info"]
+
+MAX_INFO_KEY, MAX_INFO_VAL = 255, 1024
+
+
+class _Hints(Inner):
+    def __init__(self, items: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self.items = dict(items or {})
+
+
+class Info(Handle, kind=True):
+    """Hints; also a mapping of strings to strings."""
+
+    __slots__ = ()
+    null_error = CLASSES["ERR_INFO"]
+
+    @classmethod
+    def Create(cls, items: Any = None) -> Any:
+        """Return hints with ``items``: another info, a mapping or pairs."""
+        info = cls._of(_Hints())
+        if items:
+            info.update(items)
+        return info
+
+    @classmethod
+    def Create_env(cls, args: Sequence[str] | None = None) -> Any:
+        """Return what is known of how the program was started."""
+        args = [sys.executable, *sys.argv] if args is None else list(args)
+        items = {"maxprocs": "1", "soft": "1", "wdir": os.getcwd(), "thread_level": _LEVEL}
+        if args:
+            items |= {"command": args[0], "argv": " ".join(args[1:])}
+        return cls._of(_Hints(items))
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if self and self._inner.constant is None:
+            return type(self).Create, (self.items(),)
+        return super().__reduce__()
+
+    def Free(self) -> None:
+        """Clear the handle."""
+        if self._live.constant is not None:
+            raise MPIError(CLASSES["ERR_INFO"])
+        self._inner = None
+
+    def Dup(self) -> Any:
+        """Return a copy."""
+        return type(self)._of(_Hints(self._live.items))
+
+    def Get(self, key: str) -> str | None:
+        """Return a value, or None."""
+        value: str | None = self._live.items.get(_key(key))
+        return value
+
+    def Set(self, key: str, value: str) -> None:
+        """Set a value."""
+        if not isinstance(value, str):
+            raise TypeError(f"Info.Set: a value must be a str, not {type(value).__name__}")
+        if len(value) >= MAX_INFO_VAL:
+            raise MPIError(CLASSES["ERR_INFO_VALUE"])
+        self._live.items[_key(key)] = value
+
+    def Delete(self, key: str) -> None:
+        """Delete a value."""
+        if self._live.items.pop(_key(key), None) is None:
+            raise MPIError(CLASSES["ERR_INFO_NOKEY"])
+
+    def Get_nkeys(self) -> int:
+        """Return the number of keys."""
+        return len(self._live.items)
+
+    def Get_nthkey(self, n: int) -> str:
+        """Return the n-th key."""
+        keys = list(self._live.items)
+        if not 0 <= n < len(keys):
+            raise MPIError(CLASSES["ERR_ARG"])
+        return str(keys[n])
+
+    def __len__(self) -> int:
+        return len(self._inner.items) if self else 0
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __getitem__(self, item: str, /) -> str:
+        value = self.Get(item) if self else None
+        if value is None:
+            raise KeyError(item)
+        return value
+
+    def __setitem__(self, item: str, value: str, /) -> None:
+        self._need(item)
+        self.Set(item, value)
+
+    def __delitem__(self, item: str, /) -> None:
+        self._need(item)
+        if item not in self:
+            raise KeyError(item)
+        self.Delete(item)
+
+    def __contains__(self, item: str, /) -> bool:
+        return bool(self) and item in self._inner.items
+
+    def _need(self, item: str) -> None:
+        if not self:
+            raise KeyError(item)
+
+    def get(self, key: str, default: str | None = None) -> str | None:
+        """Return a value, or ``default``."""
+        value = self.Get(key) if self else None
+        return default if value is None else value
+
+    def keys(self) -> list[str]:
+        """Return the keys."""
+        return list(self._inner.items) if self else []
+
+    def values(self) -> list[str]:
+        """Return the values."""
+        return list(self._inner.items.values()) if self else []
+
+    def items(self) -> list[tuple[str, str]]:
+        """Return keys with values."""
+        return list(self._inner.items.items()) if self else []
+
+    def update(self, items: Any = (), **kwds: str) -> None:
+        """Set values of another info, a mapping or pairs."""
+        self._need("update(): null")
+        for key, value in _pairs(items):
+            self.Set(key, value)
+        for key, value in kwds.items():
+            self.Set(key, value)
+
+    def pop(self, key: str, *default: str) -> str:
+        """Remove a key, and return its value."""
+        value = self.get(key)
+        if value is None:
+            if default:
+                return default[0]
+            raise KeyError(key)
+        self.Delete(key)
+        return value
+
+    def popitem(self) -> tuple[str, str]:
+        """Remove the last key, and return it with its value."""
+        if not self.keys():
+            raise KeyError("popitem(): empty")
+        key = self.keys()[-1]
+        return key, self.pop(key)
+
+    def copy(self) -> Any:
+        """Return a copy, null for a null handle."""
+        return self.Dup() if self else type(self)()
+
+    def clear(self) -> None:
+        """Delete all keys."""
+        if self:
+            self._inner.items.clear()
+
+
+def _key(key: str) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"Info: a key must be a str, not {type(key).__name__}")
+    if not 0 < len(key) < MAX_INFO_KEY:
+        raise MPIError(CLASSES["ERR_INFO_KEY"])
+    return key
+
+
+def _pairs(items: Any) -> Iterable[tuple[str, str]]:
+    pairs: Iterable[tuple[str, str]] = items.items() if hasattr(items, "keys") else items
+    return pairs
+
+
+_LEVEL = "MPI_THREAD_MULTIPLE"
+INFO_NULL = Info._constant("INFO_NULL")
+INFO_ENV = Info._constant("INFO_ENV", Info.Create_env()._inner)

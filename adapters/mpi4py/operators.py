@@ -1,0 +1,204 @@
+"""``MPI.Op``: operators of reductions, on Python objects and on packed elements."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .datatypes import Datatype, Layout
+from .exceptions import CLASSES, MPIError
+from .handles import Handle, Inner
+from .memory import Bytes, buffer
+from .messages import Piece, simple
+
+__all__ = ["OPERATORS", "OP_NULL", "SUM", "Op", "fold"]
+
+_Fold = Callable[[Any, Any], Any]
+
+
+class Operator(Inner):
+    """What a handle of an operator names.
+
+    Args:
+        on_objects: function of two Python objects.
+        on_arrays: function of two arrays; None if the program made the operator.
+        commutative: whether the order of the inputs does not matter.
+        core: name of the library's operator, or "".
+
+    Attributes:
+        function: the program's function of two buffers and a datatype.
+    """
+
+    def __init__(
+        self, on_objects: _Fold, on_arrays: _Fold | None, commutative: bool = True, core: str = "",
+        function: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.on_objects = on_objects
+        self.on_arrays = on_arrays
+        self.commutative = commutative
+        self.core = core
+        self.function = function
+
+
+class Op(Handle, kind=True):
+    """Operator of a reduction."""
+
+    __slots__ = ()
+    null_error = CLASSES["ERR_OP"]
+
+    def __call__(self, x: Any, y: Any, /) -> Any:
+        """Return ``x`` combined with ``y``."""
+        if self._inner is None:
+            raise ValueError("the null operator combines nothing")
+        return self._inner.on_objects(x, y)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if self and self._inner.function is not None:
+            return _recreated, (type(self), self._inner.function, self._inner.commutative)
+        return super().__reduce__()
+
+    @classmethod
+    def Create(cls, function: Callable[..., Any], commute: bool = False) -> Any:
+        """Return an operator.
+
+        Args:
+            function: called with two buffers and a datatype; it combines the first buffer with the
+                second, and writes the result to the second. For Python objects it is called with
+                them and None, and returns the result.
+            commute: whether the order of the inputs does not matter.
+        """
+
+        def on_objects(x: Any, y: Any) -> Any:
+            return function(x, y, None)
+
+        return cls._of(Operator(on_objects, None, bool(commute), "", function))
+
+    def Free(self) -> None:
+        """Clear the handle."""
+        if self._live.constant is not None:
+            raise MPIError(CLASSES["ERR_OP"])
+        self._inner = None
+
+    def Is_commutative(self) -> bool:
+        """Return whether the order of the inputs does not matter."""
+        return bool(self._live.commutative)
+
+    is_commutative = property(Is_commutative)
+    is_predefined = property(lambda self: self._inner is None or self._inner.function is None)
+
+    def Reduce_local(self, inbuf: Any, inoutbuf: Any) -> None:
+        """Combine two buffers of this process; the second has the result."""
+        source, target = simple(inbuf, False), simple(inoutbuf, True)
+        check_alike(source, target)
+        result = target.packed().copy()
+        fold(self._live, source.packed(), result, target)
+        target.unpack(result)
+
+
+def _recreated(cls: Any, function: Callable[..., Any], commute: bool) -> Any:
+    return cls.Create(function, commute)
+
+
+def check_alike(source: Piece, target: Piece) -> None:
+    """Raise ValueError unless two pieces have as many elements of one datatype."""
+    if source.layout is not target.layout:
+        raise ValueError("mismatch in send and receive MPI datatypes")
+    if source.count != target.count:
+        raise ValueError(
+            f"mismatch in send count {source.count} and receive count {target.count}"
+        )  # fmt: skip
+
+
+def fold(op: Operator, lower: Bytes, higher: Bytes, piece: Piece) -> None:
+    """Combine packed elements of a lower rank with those of a higher rank, into the latter.
+
+    Args:
+        op: the operator.
+        lower, higher: packed elements, of equal length.
+        piece: a piece with their datatype and their number.
+    """
+    if not len(higher):
+        return
+    layout = piece.layout
+    if op.on_arrays is not None:
+        if layout.dtype is None:
+            raise MPIError(CLASSES["ERR_OP"], f"the operator has no meaning for {layout.name}")
+        a, b = lower.view(layout.dtype), higher.view(layout.dtype)
+        try:
+            result = op.on_arrays(a, b)
+        except TypeError:
+            raise MPIError(
+                CLASSES["ERR_OP"], f"the operator has no meaning for {layout.name}"
+            ) from None
+        b[...] = result
+        return
+    count = len(higher) // layout.size
+    if layout.dense:
+        _call(op, lower, higher, layout)
+        return
+    # The program's function sees elements as they lie in memory, with the gaps.
+    low, high = layout.span(count)
+    places = layout.places(count) - low
+    first, second = np.zeros(high - low, np.uint8), np.zeros(high - low, np.uint8)
+    first[places], second[places] = lower, higher
+    _call(op, first, second, layout)
+    higher[...] = second[places]
+
+
+def _call(op: Operator, lower: Bytes, higher: Bytes, layout: Layout) -> None:
+    handle = layout.constant if layout.constant is not None else Datatype._of(layout)
+    assert op.function is not None
+    op.function(lower.view(buffer), higher.view(buffer), handle)
+
+
+def _logical(function: _Fold) -> _Fold:
+    return lambda a, b: function(a.astype(bool), b.astype(bool)).astype(a.dtype)
+
+
+def _located(better: _Fold) -> tuple[_Fold, _Fold]:
+    """Return the fold of pairs of a value and its index: of objects, and of arrays."""
+
+    def on_objects(x: Any, y: Any) -> Any:
+        if better(x[0], y[0]):
+            return x
+        return x if x[0] == y[0] and not y[1] < x[1] else y
+
+    def on_arrays(a: Any, b: Any) -> Any:
+        if not a.dtype.names:
+            raise TypeError
+        equal = (a["value"] == b["value"]) & (a["index"] <= b["index"])
+        return np.where(better(a["value"], b["value"]) | equal, a, b)
+
+    return on_objects, on_arrays
+
+
+def _operators() -> dict[str, Operator]:
+    maxloc, minloc = _located(operator.gt), _located(operator.lt)
+    return {
+        "MAX": Operator(lambda x, y: y if y > x else x, np.maximum, core="max"),
+        "MIN": Operator(lambda x, y: y if y < x else x, np.minimum, core="min"),
+        "SUM": Operator(operator.add, np.add, core="sum"),
+        "PROD": Operator(operator.mul, np.multiply, core="prod"),
+        "LAND": Operator(lambda x, y: bool(x) & bool(y), _logical(np.logical_and)),
+        "BAND": Operator(operator.and_, np.bitwise_and, core="band"),
+        "LOR": Operator(lambda x, y: bool(x) | bool(y), _logical(np.logical_or)),
+        "BOR": Operator(operator.or_, np.bitwise_or, core="bor"),
+        "LXOR": Operator(lambda x, y: bool(x) ^ bool(y), _logical(np.logical_xor)),
+        "BXOR": Operator(operator.xor, np.bitwise_xor, core="bxor"),
+        "MAXLOC": Operator(*maxloc),
+        "MINLOC": Operator(*minloc),
+        "REPLACE": Operator(lambda x, y: y, lambda a, b: b, False),
+        "NO_OP": Operator(lambda x, y: x, lambda a, b: a, False),
+    }
+
+
+OP_NULL = Op._constant("OP_NULL")
+#: The predefined operators by name.
+OPERATORS = {name: Op._constant(name, inner) for name, inner in _operators().items()}
+SUM = OPERATORS["SUM"]
+for _name, _op in OPERATORS.items():
+    _op._inner.name = f"MPI_{_name}"

@@ -1,0 +1,240 @@
+"""Posted messages of a transport: the engine in C, or that of :mod:`.matching`, and their waits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from collective.contract.backend import ANY_SOURCE
+from collective.deadline import Deadline
+from collective.errors import CollectiveError, CommunicatorClosedError
+from collective.native import NOBODY, chosen
+
+from .matching import RECEIVING, SENDING, Engine, Waiter, describe
+
+__all__ = ["CompiledMail", "PythonMail"]
+
+# The text of a failed operation in C whose connection has ended; see streams.c.
+_ENDED = "the connection has ended"
+# The text of an operation in C that the end of the communicator has ended; see posted.c.
+_CLOSED = "this rank has closed the communicator"
+
+#: Function that waits: its arguments are what advances, the other ranks, the tag and a deadline.
+_Wait = Callable[[Any, int, int, int, Deadline], object]
+
+
+class _Mail:
+    """What both engines share: waiting for one operation after the other.
+
+    Args:
+        wait: waits for a :class:`Waiter` or for C's function ``advance``.
+        refuse: raises if the communicator is broken or closed; gets the call.
+    """
+
+    def __init__(self, wait: _Wait, refuse: Callable[[object], object]) -> None:
+        self._wait = wait
+        self.refuse: Any = refuse
+        self._why: CollectiveError | None = None  # error of the operations that close() ends
+
+    def wait(self, items: Sequence[Any], any_of: bool, deadline: Deadline | float) -> None:
+        """Wait for operations; see :meth:`collective.contract.mail.Engine.wait`."""
+        if self._step(items, any_of, 0.0):
+            return
+        deadline = Deadline.of(deadline)
+        if any_of:
+            receives = [item.source for item in items if item.to < 0]
+            sources = set(receives)
+            source = ANY_SOURCE if len(sources) > 1 else sources.pop() if sources else NOBODY
+            to = NOBODY if receives else items[0].to
+            tag = items[0].tag
+            self._wait_for(lambda: any(i.done for i in items), items, to, source, tag, deadline)
+            return
+        for item in items:
+            if not item.done:
+                source = item.source if item.to < 0 else NOBODY
+                ready = partial(getattr, item, "done")
+                self._wait_for(ready, (item,), item.to, source, item.tag, deadline)
+
+    def wait_until(
+        self, ready: Callable[[], bool], source: int, tag: int, deadline: Deadline | float
+    ) -> None:
+        """Wait for a message; see :meth:`collective.contract.mail.Engine.wait_until`."""
+        self._wait_for(ready, (), NOBODY, source, tag, Deadline.of(deadline))
+
+    def close(self) -> None:
+        """End all operations; their error is the failure that came before, if there is one."""
+        try:
+            self.refuse("a message in flight")
+            self._why = CommunicatorClosedError(
+                f"a message in flight: {_CLOSED}. Call close() after its messages have ended."
+            )
+        except CollectiveError as error:
+            self._why = error.with_traceback(None)  # its frames would keep the transport alive
+        self._end_all(self._why)
+
+    def _end_all(self, error: CollectiveError) -> None:
+        raise NotImplementedError
+
+    def disown(self) -> None:
+        """Touch the connections no more, in a forked child: they belong to its parent."""
+
+        def refuse(*_: object) -> NoReturn:
+            raise CommunicatorClosedError(
+                f"messages: this process (pid {os.getpid()}) was forked from that of a rank, which "
+                "alone may use the communicator. Start processes with the method 'spawn', and give "
+                "them ranks of their own: collective.init(rank=, size=, store=)."
+            )
+
+        for name in ("cancel", "explain", "find", "progress", "refuse", "wait", "wait_until"):
+            setattr(self, name, refuse)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Let nobody post any more."""
+        raise NotImplementedError
+
+    def deliver(self, deadline: Deadline) -> None:
+        """Wait until the posted sends have left, or until they cannot."""
+        if self._queued():
+            with contextlib.suppress(CollectiveError):
+                self._wait_for(lambda: not self._queued(), (), NOBODY, ANY_SOURCE, 0, deadline)
+
+    def _queued(self) -> bool:
+        raise NotImplementedError
+
+    def _step(self, items: Sequence[Any], any_of: bool, seconds: float) -> bool:
+        raise NotImplementedError
+
+    def _wait_for(
+        self, ready: Callable[[], bool], items: Sequence[Any], to: int, source: int, tag: int,
+        deadline: Deadline,
+    ) -> None:  # fmt: skip
+        raise NotImplementedError
+
+
+class PythonMail(_Mail):
+    """Posted messages in Python.
+
+    Args:
+        engine: the messages of this rank.
+        wait, refuse: as for :class:`_Mail`.
+        broken: tells whether the communicator is broken or closed, so that nothing is posted.
+        explain: returns the error to raise for an operation whose stream has ended.
+    """
+
+    def __init__(
+        self, engine: Engine, wait: _Wait, refuse: Callable[[object], object],
+        broken: Callable[[], object], explain: Callable[[Any], BaseException],
+    ) -> None:  # fmt: skip
+        super().__init__(wait, refuse)
+        self._engine = engine
+        self._broken = broken
+        self._explain = explain
+        self.find: Any = engine.find
+        self.cancel: Any = engine.cancel
+        self.progress: Any = engine.progress
+
+    def send(self, data: Any, to: int, tag: int) -> Any:
+        """Post a send."""
+        return NotImplemented if self._broken() else self._engine.post_send(data, to, tag)
+
+    def receive(self, memory: Any, source: int, tag: int, mask: int) -> Any:
+        """Post a receive."""
+        if self._broken():
+            return NotImplemented
+        return self._engine.post_receive(memory, source, tag, mask)
+
+    def explain(self, posted: Any) -> NoReturn:
+        """Raise the error of an operation that has failed."""
+        if self._why is not None and posted.error is self._why:
+            raise self._why
+        raise self._explain(posted) from posted.error
+
+    def _end_all(self, error: CollectiveError) -> None:
+        self._engine.close(error)
+
+    def busy(self) -> bool:
+        """Return whether operations are in flight."""
+        return self._engine.busy
+
+    def _leave(self) -> None:
+        self._broken = lambda: True
+
+    def _queued(self) -> bool:
+        return not self._broken() and any(self._engine.queues.values())
+
+    def _step(self, items: Sequence[Any], any_of: bool, seconds: float) -> bool:
+        self._engine.progress()
+        return (any if any_of else all)([item.done for item in items])
+
+    def _wait_for(
+        self, ready: Callable[[], bool], items: Sequence[Any], to: int, source: int, tag: int,
+        deadline: Deadline,
+    ) -> None:  # fmt: skip
+        pending = RECEIVING if to == NOBODY else SENDING
+        self._wait(Waiter(self._engine, ready, pending), to, source, tag, deadline)
+
+
+class CompiledMail(_Mail):
+    """Posted messages in C.
+
+    Args:
+        exchange: function of :func:`collective.native.messages` or of ``native.streams``.
+        callbacks: object with the methods that C calls for the messages.
+        refuse: as for :class:`_Mail`.
+    """
+
+    def __init__(self, exchange: Any, callbacks: Any, refuse: Callable[[object], object]) -> None:
+        super().__init__(callbacks.wait, refuse)
+        core: Any = chosen.extension
+        self._callbacks = callbacks
+        self._steps = partial(core.mail_step, exchange)
+        # No method in Python stands between a caller and these functions.
+        self.send: Any = partial(core.mail_send, exchange)
+        self.receive: Any = partial(core.mail_receive, exchange)
+        self.find: Any = partial(core.mail_find, exchange)
+        self.cancel: Any = partial(core.mail_cancel, exchange)
+        self.progress: Any = partial(core.mail_step, exchange, (), False, -1.0)
+        self._close = partial(core.mail_close, exchange)
+
+    def _end_all(self, error: CollectiveError) -> None:
+        self._close(True)
+
+    def _leave(self) -> None:
+        self._close(None)
+
+    def _queued(self) -> bool:
+        return bool(self._close(False)[0])
+
+    def busy(self) -> bool:
+        """Return whether operations are in flight."""
+        return any(self._close(False))
+
+    def explain(self, posted: Any) -> NoReturn:
+        """Raise the error of an operation that has failed."""
+        if posted.damage == _CLOSED and self._why is not None:
+            raise self._why
+        to, source, rank = posted.to, posted.source, max(posted.to, posted.source)
+        self.refuse(describe(to, source, posted.tag))
+        raises = self._callbacks.ended if posted.damage == _ENDED else self._callbacks.refuse
+        raises(rank, posted.damage, to, source, posted.tag)
+        raise AssertionError(posted.damage)
+
+    def _step(self, items: Sequence[Any], any_of: bool, seconds: float) -> bool:
+        return bool(self._steps(tuple(items), any_of, seconds))
+
+    def _wait_for(
+        self, ready: Callable[[], bool], items: Sequence[Any], to: int, source: int, tag: int,
+        deadline: Deadline,
+    ) -> None:  # fmt: skip
+        pending = RECEIVING if to == NOBODY else SENDING
+        steps, items = self._steps, tuple(items)
+
+        def advance(seconds: float = -1.0) -> int:
+            steps(items, True, seconds)
+            return 0 if ready() else pending
+
+        self._wait(advance, to, source, tag, deadline)

@@ -1,0 +1,73 @@
+/* The type Messages: the messages of one rank, and how a thread waits for one; see messages_type.c. */
+#ifndef COLLECTIVE_MESSAGES_TYPE_H
+#define COLLECTIVE_MESSAGES_TYPE_H
+
+#include "messages.h"
+#include "python.h"
+
+/* `self` of a function exchange(). */
+typedef struct {
+    CORE_HEAD
+    PyObject *python; /* an object of Python with the methods wait, fetch, moved and refuse */
+    struct messages messages;
+    Py_buffer segment; /* shared memory or a flag; its first word is not 0 when a rank has failed */
+    int looks, single_copy;
+    int users, closing; /* streams: threads in a call; whether the last of them closes the sockets */
+    int shut;        /* whether nothing more may be posted */
+    int busy;        /* whether a collective call is running */
+    char *scratch;   /* of collective calls */
+    size_t room;     /* bytes of scratch */
+    int64_t idle_ns; /* time without progress after which Python waits instead of C */
+} Messages;
+
+/* One exchange of a thread. */
+typedef struct {
+    struct exchange exchange;
+    Messages *over;
+    int to, source;  /* for Python: the ranks, or NOBODY; -1 for any source */
+    PyObject *what;  /* for Python: the tag; or the request, if a collective call exchanges */
+    PyObject *limit; /* for deadline_of */
+    int64_t began;   /* when the call waited first, from where its deadline counts; 0 before that */
+    const struct view *views[2]; /* the arrays, or NULL for a half that the call does not have */
+    PyObject *held[2];
+    PyThreadState *unlocked; /* not NULL while the interpreter lock is released */
+} Call;
+
+enum { NOBODY = -2 };
+
+/* Finishes an exchange that has begun; returns -1 with an exception. The call's arrays are held. If the
+   interpreter lock was released, it is released afterwards, too; after an exception it is not. */
+int call_finish(Call *call);
+
+/* Raises the exception for an array that has got other memory; returns -1. */
+int call_raise_moved(const Call *call);
+
+/* Returns the deadline of a call, or NULL with an exception. */
+PyObject *call_deadline(const Call *call);
+
+/* Returns the messages of a function exchange(), or NULL with an exception. */
+Messages *messages_of(const struct core *core, PyObject *exchange);
+
+/* Sets the numbers with which the head of an array begins: kind (0), dtype, bytes, number of
+   dimensions and shape. Returns the words. */
+const int64_t *head_of(const struct view *view, int64_t *words);
+
+/* Allocates the ends of a rank, which m->size tells; returns -1 with an exception. */
+int messages_allocate(struct messages *m, const struct carrier *carrier);
+
+/* Returns the function exchange() of messages, or NULL with an exception. */
+PyObject *messages_function(Messages *self);
+
+/* Ends the use of streams by a call, which has counted itself in users before. */
+void streams_leave(Messages *self);
+
+/* Frees what streams have, and closes their sockets. */
+void streams_free(struct messages *m);
+
+int add_heads(PyObject *module);
+int add_streams(PyObject *module);
+int add_posted(PyObject *module, struct core *core);
+int add_both(PyObject *module);
+int add_replays(PyObject *module, struct core *core);
+
+#endif

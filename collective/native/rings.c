@@ -1,0 +1,173 @@
+/* Rings: what carries messages between two ranks of one host. There is a ring of bytes for each
+   ordered pair of ranks.
+
+   A message is its prefix and its bytes, padded to a multiple of 8. Each end of the ring counts the
+   bytes that it has passed, and writes no count but its own. The sender announces the bytes that it
+   has written, and overwrites only bytes that the receiver has announced as read. So a message may
+   be longer than the ring: one end writes a part while the other end reads the part before.
+
+   A ring holds only a small part of a long message. If the sender has no processor, the receiver
+   claims the message: the receiver knows the address of the message and has the kernel copy the
+   rest of it. Then the receiver announces that it has read the whole message, and the sender goes
+   on from there. While a message is claimed, the sender must not return, since its caller could
+   change the array. So the sender announces the whole message and then looks for a claim, while the
+   receiver writes its claim and then looks at the sender's count. These four accesses are
+   sequentially consistent, so at least one of the two ends sees the other. A sender that sees the
+   claim waits until the receiver has read the message. A receiver that sees the whole message
+   announced does not fetch it, but reads it from the ring.
+
+   tests/native/test_ring_model.py tries all interleavings of the two ends. */
+
+#include "messages.h"
+
+#include "copying.h"
+
+/* Bytes that an end copies before it announces them. The other end copies them at the same time,
+   from cache to cache. A short message has small chunks, so that the other end begins early and
+   ends soon after this one. A long message has chunks up to CHUNK_BYTES_MOST: there the delay makes
+   no difference. */
+#ifndef CHUNK_BYTES
+#define CHUNK_BYTES ((size_t)8 << 10)
+#endif
+#define CHUNK_BYTES_MOST (8 * CHUNK_BYTES)
+
+/* Returns how many of the bytes that are left are copied before the next announcement: whole cache
+   lines. */
+static size_t chunk_of(size_t left)
+{
+    size_t share = left / 256 / 64 * 64;
+    return share < CHUNK_BYTES ? CHUNK_BYTES : smaller(share, CHUNK_BYTES_MOST);
+}
+
+static void announce(uint64_t *word, uint64_t value)
+{
+    __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+
+static void announce_end(struct end *e)
+{
+    if (e->ring.mine != NULL) /* which the end of this rank's messages to itself lacks */
+        announce(e->ring.mine, e->position);
+}
+
+static int may_have(const struct end *e)
+{
+    return __atomic_load_n(e->ring.theirs, __ATOMIC_ACQUIRE)
+           != __atomic_load_n(e->ring.mine, __ATOMIC_RELAXED);
+}
+
+/* Returns how many bytes this end may advance. A receiver passes ahead = 0 and may advance to the
+   sender's count. A sender may be ahead of the receiver's count by up to a whole ring. The count of
+   the other end is loaded again only if the last known one allows fewer bytes than enough. */
+static size_t ready(struct exchange *x, struct end *e, size_t ahead, int64_t enough)
+{
+    struct ring *r = &e->ring;
+    int64_t count = (int64_t)(r->seen + ahead - e->position);
+    if (count < enough) {
+        r->seen = __atomic_load_n(r->theirs, __ATOMIC_ACQUIRE);
+        count = (int64_t)(r->seen + ahead - e->position);
+        /* Messages end at whole words, and only whole words are announced. */
+        if (r->seen % 8) {
+            x->damage = "a count of bytes that is no multiple of 8";
+            return 0;
+        }
+    }
+    /* The count may be negative, as at a receiver that has fetched a message and so has passed the
+       sender. */
+    if (count <= (int64_t)x->messages->capacity)
+        return count > 0 ? (size_t)count : 0;
+    /* At a sender it exceeds the capacity if the receiver has fetched this message. */
+    if (ahead && x->claimable && r->seen == x->stop)
+        return 0;
+    x->damage = "more bytes in a ring than its capacity";
+    return 0;
+}
+
+static int has(struct exchange *x, struct end *e, size_t nbytes)
+{
+    return ready(x, e, 0, (int64_t)nbytes) >= nbytes;
+}
+
+/* Returns whether the receiver has claimed the message that is being sent. Ends the sending if the
+   receiver has the whole message. */
+static int claimed(struct exchange *x, struct end *e)
+{
+    if (!x->claimable || __atomic_load_n(e->ring.claim, __ATOMIC_SEQ_CST) != x->stop)
+        return 0;
+    e->ring.seen = __atomic_load_n(e->ring.theirs, __ATOMIC_ACQUIRE);
+    if (e->ring.seen == x->stop) {
+        e->position = x->stop;
+        x->at = x->count;
+        x->moved++;
+    }
+    return 1;
+}
+
+static int send_pieces(struct exchange *x, struct end *e)
+{
+    struct ring *r = &e->ring;
+    size_t capacity = x->messages->capacity, room;
+    /* Only whole words are announced, since the receiver rounds its count up to whole words. */
+    uint64_t announced = e->position;
+    while (x->at < x->count && !claimed(x, e) && (room = ready(x, e, x->ahead, 1)) > 0) {
+        struct piece *p = &x->pieces[x->at];
+        size_t chunk = chunk_of(p->nbytes), count = smaller(smaller(p->nbytes, room), chunk);
+        size_t at = e->position % capacity, first = smaller(count, capacity - at);
+        if (p->bytes != NULL) {
+            copy(r->data + at, p->bytes, first);
+            copy(r->data, p->bytes + first, count - first);
+            p->bytes += count;
+        }
+        e->position += count;
+        x->moved += count;
+        if ((p->nbytes -= count) == 0)
+            x->at++;
+        if (e->position - announced >= chunk)
+            announce(r->mine, announced = e->position & ~UINT64_C(7));
+    }
+    /* A sender that waits for room stores nothing here. Otherwise the cache line of this word would
+       keep moving to the receiver and back. At the end of the message the store comes before the
+       look for a claim, and both are sequentially consistent: see the top of this file. */
+    if (x->at == x->count)
+        __atomic_store_n(r->mine, e->position, x->claimable ? __ATOMIC_SEQ_CST : __ATOMIC_RELEASE);
+    else if (e->position != announced)
+        announce(r->mine, e->position & ~UINT64_C(7));
+    return x->at == x->count && (!claimed(x, e) || r->seen == x->stop);
+}
+
+static int read_bytes(struct exchange *x, struct end *e, char *to, size_t nbytes, size_t *done)
+{
+    struct ring *r = &e->ring;
+    size_t capacity = x->messages->capacity, there;
+    int around = beyond_caches(2 * nbytes, 0); /* the sender's array and the receiver's */
+    while (*done < nbytes && (there = ready(x, e, 0, 1)) > 0) {
+        size_t left = nbytes - *done, count = smaller(smaller(left, there), chunk_of(left));
+        size_t at = e->position % capacity, first = smaller(count, capacity - at);
+        copy_to_result(to + *done, (char *)r->data + at, first, around);
+        copy_to_result(to + *done + first, (char *)r->data, count - first, around);
+        *done += count;
+        x->moved += count;
+        e->position += (count + 7) / 8 * 8;
+        announce(r->mine, e->position);
+    }
+    return *done == nbytes;
+}
+
+size_t exchange_claim(struct exchange *x)
+{
+    if (!(x->pending & RECEIVING) || !x->matched || x->found != NULL || x->address == NULL
+        || x->fitting != NULL || x->damage || x->messages->carrier != &rings)
+        return 0;
+    struct ring *r = &x->messages->in[x->from].ring;
+    __atomic_store_n(r->claim, x->end, __ATOMIC_SEQ_CST);
+    r->seen = __atomic_load_n(r->theirs, __ATOMIC_SEQ_CST);
+    return (int64_t)(r->seen - x->end) >= 0 ? 0 : x->nbytes - x->done;
+}
+
+void exchange_fetched(struct exchange *x)
+{
+    x->done = x->nbytes;
+    x->messages->in[x->from].position = x->end;
+}
+
+const struct carrier rings = {8, may_have, has, read_bytes, send_pieces, announce_end};

@@ -1,0 +1,153 @@
+"""Programs of mpi4py without MPI. What calls do is proved by mpi4py's own tests: tests/mpi4py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.interpreter import printed, run_python
+from tests.support.launches import Launches, launches
+
+__all__ = ["launches"]
+
+
+def _ranks(launches: Launches, body: str, *options: str, size: int = 2) -> str:
+    """Run a program of mpi4py on ranks; return what they print, or fail with it."""
+    program = launches.script(f"from mpi4py import MPI\ncomm = MPI.COMM_WORLD\n{body}")
+    done = launches.run("-n", str(size), "--backend", "shm", "--mpi4py", *options, program)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_program_runs_on_ranks_of_this_library(launches: Launches) -> None:
+    printed_by_ranks = _ranks(launches, "print(MPI.get_vendor()[0], comm.allreduce(comm.rank + 1))")
+    assert sorted(printed_by_ranks.splitlines()) == ["[0] collective 3", "[1] collective 3"]
+
+
+def test_children_and_metadata_are_those_of_this_module(launches: Launches) -> None:
+    body = """
+import importlib.metadata, subprocess, sys
+code = "import importlib.util as u, importlib.metadata as m; print(u.find_spec('mpi4py').origin)"
+origin = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+print("importable" in origin, importlib.metadata.version("mpi4py"))
+"""
+    lines = sorted(_ranks(launches, body).splitlines())
+    assert lines == ["[0] True 4.1.2", "[1] True 4.1.2"]
+
+
+def test_process_without_launcher_is_the_world() -> None:
+    code = (
+        "from collective.adapters import mpi4py; mpi4py.enable();"
+        "from mpi4py import MPI; print(MPI.COMM_WORLD.size, MPI.COMM_WORLD.allgather('a'))"
+    )
+    assert printed("-c", code) == "1 ['a']\n"
+
+
+def test_mpi4py_imported_before_is_refused_by_name(tmp_path: Path) -> None:
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import mpi4py as real;"
+        "from collective.adapters import mpi4py; mpi4py.enable()"
+    )
+    done = run_python("-c", code)
+    assert f"{package / '__init__.py'} is imported already" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "feature"),
+    [
+        ("MPI.File.Open(comm, 'x')", "File.Open"),
+        ("MPI.Win.Create(bytearray(8))", "Win.Create"),
+        ("comm.Spawn('x')", "Intracomm.Spawn"),
+        ("comm.Create_intercomm(0, comm, 1)", "Intracomm.Create_intercomm"),
+        ("MPI.Session.Init()", "Session.Init"),
+        ("comm.Psend_init(bytearray(8), 2, 0)", "a partitioned message"),
+    ],
+)
+def test_missing_part_is_refused_by_name_reason_and_alternative(call: str, feature: str) -> None:
+    code = f"""
+import json
+from collective.adapters import mpi4py; mpi4py.enable()
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+try:
+    {call}
+except NotImplementedError as error:
+    print(json.dumps(str(error)))
+"""
+    text = json.loads(printed("-c", code))
+    assert text.startswith(f"{feature}: collective.adapters.mpi4py does not have it: ")
+    assert text.partition(". ")[2], "the text names no alternative"
+
+
+def test_receive_from_lost_rank_raises_error_of_mpi(launches: Launches) -> None:
+    body = """
+import os
+if comm.rank == 1:
+    os._exit(7)
+try:
+    comm.recv(source=1)
+except MPI.Exception as error:
+    print(error.Get_error_class() == MPI.ERR_PROC_FAILED, "rank 1" in str(error), flush=True)
+"""
+    program = launches.script(f"from mpi4py import MPI\ncomm = MPI.COMM_WORLD\n{body}")
+    done = launches.run("-n", "2", "--backend", "shm", "--mpi4py", program)
+    assert "[0] True True" in done.stdout, done.stdout + done.stderr
+
+
+def test_synchronous_send_waits_for_its_receive(launches: Launches) -> None:
+    body = """
+if comm.rank == 0:
+    request = comm.issend("x", 1)
+    before = request.Test()
+    comm.send("now", 1, tag=1)
+    request.wait()
+    print(before)
+else:
+    comm.recv(source=0, tag=1)
+    comm.recv(source=0, tag=0)
+"""
+    assert _ranks(launches, body) == "[0] False\n"
+
+
+def test_rank_completes_its_receives_while_it_waits_in_a_synchronous_send(
+    launches: Launches,
+) -> None:
+    body = """
+other = 1 - comm.rank
+request = comm.irecv(source=other)
+comm.ssend(comm.rank, other)
+print(request.wait())
+"""
+    assert sorted(_ranks(launches, body).splitlines()) == ["[0] 1", "[1] 0"]
+
+
+def test_count_beyond_the_buffer_is_an_error_and_no_overrun() -> None:
+    code = """
+from collective.adapters import mpi4py; mpi4py.enable()
+from mpi4py import MPI
+try:
+    MPI.COMM_SELF.Isend([bytearray(8), 3, MPI.INT], 0)
+except ValueError as error:
+    print(error)
+"""
+    assert "3 elements of MPI_INT are 12 bytes, but the buffer has 8" in printed("-c", code)
+
+
+def test_ranks_that_are_threads_are_refused(launches: Launches) -> None:
+    done = launches.run("-n", "2", "--backend", "threads", "--mpi4py", launches.script("pass"))
+    assert (done.returncode, "one COMM_WORLD in a process" in done.stderr) == (2, True)
+
+
+def test_executor_runs_functions_on_other_ranks(launches: Launches) -> None:
+    body = """
+from mpi4py.futures import MPICommExecutor
+with MPICommExecutor(comm) as executor:
+    if executor is not None:
+        print(list(executor.map(abs, [-1, -2, 3])))
+"""
+    assert _ranks(launches, body) == "[0] [1, 2, 3]\n"
