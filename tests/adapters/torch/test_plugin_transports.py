@@ -48,7 +48,11 @@ def made(comm: Any) -> Any:
     """Return a new process group over the ranks of ``comm``."""
     from collective.adapters.torch.process_group import ProcessGroup
 
-    return ProcessGroup(comm.dup())
+    group = ProcessGroup(comm.dup())
+    # A call that one rank refuses by itself breaks the group. No rank may still be on its way into
+    # the group then.
+    comm.barrier()
+    return group
 
 
 @on_ranks("four")
