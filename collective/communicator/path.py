@@ -210,11 +210,10 @@ class Path(_Gate):
     def scatters_at_once(self) -> bool:
         """Whether the root of a scatter sends before the other ranks know its shapes and dtypes.
 
-        The value is the same on all ranks. It saves time if ranks share memory and the transport
+        The value is the same on all ranks. It saves a round before the call where the transport
         detects differing calls by itself. Such transports take no arrays on GPUs.
         """
-        shared = self.capabilities.symmetric_memory and not self.on_device
-        return shared and not (self.agree_sizes or self.agree_first or self.enqueues)
+        return not (self.on_device or self.agree_sizes or self.agree_first or self.enqueues)
 
     def _is_watched(self) -> bool:
         return bool(self.listeners.all or self.results or self._capture)

@@ -144,6 +144,7 @@ def switch(on: bool) -> None:
     chosen.extension, chosen.reason = _load() if on else (None, "switched off")
 
 
+@functools.cache
 def _load() -> tuple[ModuleType | None, str]:
     if "t" in sys.abiflags and _is_limited():
         return None, f"built for a Python with a GIL; {_REBUILD}"
