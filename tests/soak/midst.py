@@ -23,7 +23,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,6 @@ _PATIENCE_S = 60.0
 # Runs without a kill, which tell how long each phase takes.
 _REHEARSALS = 5
 _PORTS = 16
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass
@@ -123,7 +121,6 @@ class _Run:
 
     def make(self, result: Midst) -> None:
         """Run the ranks until all have ended, and record what they got."""
-        before = _segments()
         store, first = free_port(), free_port()
         ports = f"{first}-{min(first + _PORTS, 65535)}"
         ended, late = self._processes(store, ports)
@@ -135,10 +132,6 @@ class _Run:
                          for line in self._said[rank] if line[0] == "error"]  # fmt: skip
         problems += [f"rank {rank}: {line}" for rank in range(SIZE) for line in self._said[rank]
                      if line[0] == "left"]  # fmt: skip
-        if left := _segments() - before:
-            problems.append(f"left in /dev/shm: {sorted(left)}")
-        if listening := _listening({store, *range(first, first + _PORTS)}):
-            problems.append(f"ports still listen: {listening}")
         if problems:
             result.problems.append(
                 f"rank {self._victim} killed in {self._phase!r} after {self._delay:.6f} s: "
@@ -220,22 +213,6 @@ class _Run:
 def _lines(text: bytes) -> list[str]:
     # A process may die in the middle of a line.
     return text.decode().splitlines()[: text.count(b"\n")]
-
-
-def _segments() -> set[str]:
-    """Return the segments of this package; other programs may make segments meanwhile."""
-    return {name for name in os.listdir(_SHARED_MEMORY) if "collective" in name}
-
-
-def _listening(ports: set[int]) -> list[int]:
-    """Return those ports at which a process still listens."""
-    found = []
-    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        port = int(fields[1].rpartition(":")[2], 16)
-        if fields[3] == "0A" and port in ports:
-            found.append(port)
-    return found
 
 
 class _Rank:
