@@ -7,7 +7,6 @@ whether all of them have the core. Beyond that the choice depends only on the re
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -214,18 +213,17 @@ class _ControlCallbacks:
 # -- messages -------------------------------------------------------------------------------
 
 
-def make_exchange(control: Control, crowded: bool, single_copy: bool) -> native.Exchange:
+def make_exchange(control: Control, single_copy: bool) -> native.Exchange:
     """Return a function that sends and receives over the rings of ``control``'s segment.
 
-    A message goes through a ring. If both ends have a core, the copies into the ring and out of it
-    run at the same time. So 4 MiB take 0.16 ms, and a fetch would take 0.26 ms. If there are more
-    ranks than cores, the receiver fetches a message that is longer than a ring: 4 MiB take 0.8 ms
-    instead of 1.4 ms.
+    A long message goes through a ring, or the receiver fetches it: the receiver measures both ways.
+    If both ends have a processor, and these share a cache, the copies into the ring and out of it
+    run at the same time: 4 MiB take 0.16 ms, and a fetch 0.26 ms. With more ranks than cores they
+    take 1.4 and 0.8 ms.
     """
     layout = control.layout
-    streamed = layout.ring_bytes if crowded else sys.maxsize
     exchange = native.messages(
-        control.segment.map, control.rank, control.size, layout.rings, layout.ring_bytes, streamed,
+        control.segment.map, control.rank, control.size, layout.rings, layout.ring_bytes,
         _RING_LOOKS, single_copy, _MessageCallbacks(control), 8 * LINE,
     )  # fmt: skip
     assert exchange is not None  # the transport calls this only if all ranks have the core

@@ -44,7 +44,7 @@ __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange"
            "see_tensors", "shared", "status", "sums", "switch", "turn"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
-PROTOCOL = 24
+PROTOCOL = 25
 
 #: Bytes of a head, and bytes of it that can hold the elements of a short array.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
@@ -477,7 +477,6 @@ def messages(
     size: int,
     rings: int,
     ring_bytes: int,
-    streamed: int,
     looks: int,
     single_copy: bool,
     python: Any,
@@ -512,7 +511,6 @@ def messages(
         rank: this rank, one of ``size``.
         rings: bytes from the segment's beginning to the rings, one for each ordered pair of ranks.
             A ring has a page of counts and ``ring_bytes``, a number of whole pages.
-        streamed: bytes above which the receiver fetches a message at once, if it can.
         looks: number of polls of a ring before the processor is yielded.
         single_copy: whether ranks can read each other's memory.
         python: an object with three methods. ``wait(advance, to, source, tag, deadline)`` returns
@@ -530,7 +528,7 @@ def messages(
     if chosen.extension is None:
         return None
     exchange: Exchange = chosen.extension.make_messages(
-        segment, rank, size, rings, ring_bytes, streamed, looks, single_copy, python, lines
+        segment, rank, size, rings, ring_bytes, looks, single_copy, python, lines
     )
     return exchange
 

@@ -35,7 +35,6 @@ def make_messages(
     size: int,
     rings: int,
     ring_bytes: int,
-    streamed: int,
     looks: int,
     single_copy: bool,
     python: Any,

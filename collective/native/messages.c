@@ -330,7 +330,8 @@ void exchange_send(struct exchange *x, int to, int64_t tag, const void *bytes, s
     }
     if (!inlined) {
         x->claimable = claimable && nbytes >= CLAIMED_BYTES;
-        if (x->claimable && nbytes > x->messages->streamed)
+        if (x->claimable && x->messages->carrier == &rings
+            && ring_fetches(&x->messages->out[to].ring, nbytes))
             /* The receiver fetches such a message at once; see go_on() in messages_type.c. */
             x->ahead = smaller(x->ahead, CLAIMED_BYTES);
         w[0] = (int64_t)nbytes;

@@ -28,12 +28,21 @@ struct kept {
     char *bytes;          /* behind the struct; or the owner's memory */
 };
 
+/* What the receiver has measured with long messages of similar lengths. */
+struct ways {
+    double cost[2];   /* ns per byte: through the ring, and fetched; 0: not known yet */
+    int better;       /* whether fetching costs less */
+    int left, pause;  /* messages until the other way is tried; messages between two tries */
+};
+
 /* What carries the bytes to a peer or from it. rings.c: a ring of bytes in shared memory. */
 struct ring {
     uint64_t *mine, *theirs; /* shared: the bytes that this end and the other end have passed */
-    uint64_t *claim;         /* shared: the end of the message that the receiver fetches itself */
+    uint64_t *claim;         /* shared: the end of the message that the receiver fetches itself; and
+                                then a bit for each of `ways` whose next message it will fetch */
     uint64_t seen;           /* theirs, as last loaded */
     unsigned char *data;
+    struct ways ways[3];     /* of a receiver: for messages below 1 MiB, below 8 MiB, and longer */
 };
 
 /* Bytes that are read ahead of a stream, and so the longest message that is copied twice. */
@@ -94,7 +103,6 @@ struct messages {
     size_t copied;         /* bytes of the copies in the queues */
     /* Rings: */
     size_t capacity; /* of a ring, a multiple of 8 */
-    size_t streamed; /* bytes above which the receiver fetches a message at once */
     uint32_t *sleepers;    /* number of ranks that nap, or NULL if ranks never nap */
     uint64_t *asleep;      /* the word of rank 0 that says whether the rank naps */
     size_t apart;          /* words from there to the same word of the next rank */
@@ -141,6 +149,8 @@ struct exchange {
     struct kept *found;     /* the message, if it had been kept */
     const char *address;    /* of the message in the sender's memory, or NULL */
     uint64_t end;           /* position at which the received message ends */
+    int64_t since;          /* when a long message was found, or 0 */
+    int fetches, fetched;   /* whether it is to be fetched at once; whether it has been fetched */
     int64_t mark;           /* the mark that the received message must have; 0 for any */
     int differs;            /* whether it had another, and has been dropped */
     char head[HEAD_BYTES];
@@ -172,6 +182,13 @@ int exchange_step(struct exchange *x);
    Returns 0 if there is nothing that may be copied so. */
 size_t exchange_claim(struct exchange *x);
 void exchange_fetched(struct exchange *x);
+
+/* Decides, when the message has been found at the time now, in ns, whether to claim it at once; and
+   notes at its end what it has cost. */
+void exchange_choose(struct exchange *x, int64_t now);
+void exchange_timed(struct exchange *x, int64_t now);
+/* Returns whether the receiver will claim a message of this length at once. */
+int ring_fetches(const struct ring *r, size_t nbytes);
 
 /* Sleeps until the sockets of an exchange over streams have something for it, or for the posted
    operations, for the given seconds at most. */

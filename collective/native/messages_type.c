@@ -60,9 +60,9 @@ static void go_on(Call *call)
         now = now_ns();
         if (steps || (idle && messages_progress(x->messages)))
             moved = now;
-        /* A long message is claimed at once: one copy by the kernel takes less time than two copies
-           that drive each other's lines out of the caches. */
-        if (x->matched && x->nbytes > x->messages->streamed && exchange_claim(x))
+        if (x->matched && x->since == 0)
+            exchange_choose(x, now);
+        if (x->fetches && exchange_claim(x))
             break;
         if (x->messages->carrier == &streams && now - moved > call->over->idle_ns
             && now - start < LONGEST_NS) {
@@ -80,6 +80,8 @@ static void go_on(Call *call)
             shared |= now_ns() - now > TURN_NS;
         }
     }
+    if (!x->pending && !x->damage && x->since != 0)
+        exchange_timed(x, now_ns());
 }
 
 static void go_on_unlocked(Call *call)
@@ -370,21 +372,20 @@ PyObject *messages_function(Messages *self)
 static PyObject *make_messages(PyObject *module, PyObject *args)
 {
     PyObject *segment, *python, *function = NULL;
-    Py_ssize_t rings_at, ring_bytes, streamed, lines = 0;
+    Py_ssize_t rings_at, ring_bytes, lines = 0;
     Messages *self = object_new(((struct core *)PyModule_GetState(module))->messages_type,
                                 REFERENCES(Messages, python));
     if (self == NULL)
         return NULL;
     struct messages *m = &self->messages;
-    if (!PyArg_ParseTuple(args, "OiinnnipO|n:make_messages", &segment, &m->rank, &m->size, &rings_at,
-                          &ring_bytes, &streamed, &self->looks, &self->single_copy, &python,
+    if (!PyArg_ParseTuple(args, "OiinnipO|n:make_messages", &segment, &m->rank, &m->size, &rings_at,
+                          &ring_bytes, &self->looks, &self->single_copy, &python,
                           &lines)
         || PyObject_GetBuffer(segment, &self->segment, PyBUF_WRITABLE) < 0)
         goto finished;
     self->python = Py_NewRef(python);
     self->idle_ns = RING_IDLE_NS;
     m->capacity = (size_t)ring_bytes;
-    m->streamed = (size_t)streamed;
     if (m->size < 2 || m->size > 1 << 15 || m->rank < 0 || m->rank >= m->size || ring_bytes < 4096
         || ring_bytes % 4096 || rings_at < 8 || rings_at % 8 || lines < 0 || lines % 8
         || (lines && (rings_at - lines) / (8 * LINE_WORDS) < m->size)
@@ -420,7 +421,7 @@ Messages *messages_of(const struct core *core, PyObject *exchange)
 
 static PyMethodDef messages_functions[] = {
     {"make_messages", make_messages, METH_VARARGS,
-     "make_messages(segment, rank, size, rings, ring_bytes, streamed, looks, single_copy, python,"
+     "make_messages(segment, rank, size, rings, ring_bytes, looks, single_copy, python,"
      " lines=0, /)"
      "\n--\n\n"
      "Return a function that exchanges messages; see collective.native.messages."},

@@ -16,6 +16,13 @@
    claim waits until the receiver has read the message. A receiver that sees the whole message
    announced does not fetch it, but reads it from the ring.
 
+   A long message may be claimed at once, so that the kernel copies it once and nobody copies it into
+   the ring. Which way takes less time depends on the caches that the two processors share, and a
+   virtual machine may change these from one second to the next. So a receiver measures both ways.
+   It tells the sender what it will do with the next message, in a word beside its claim. The word is
+   a hint: the sender then leaves most of the message to the receiver. A message that is not claimed
+   arrives all the same.
+
    tests/native/test_ring_model.py tries all interleavings of the two ends. */
 
 #include "messages.h"
@@ -166,8 +173,63 @@ size_t exchange_claim(struct exchange *x)
 
 void exchange_fetched(struct exchange *x)
 {
+    x->fetched = 1;
     x->done = x->nbytes;
     x->messages->in[x->from].position = x->end;
+}
+
+/* -- one copy or two ---------------------------------------------------------------------- */
+
+/* Bytes from which a receiver measures: shorter messages take about as long as asking the kernel. */
+#ifndef MEASURED_BYTES
+#define MEASURED_BYTES ((size_t)128 << 10)
+#endif
+/* Messages after which the way that costs more is tried again; the number doubles up to the most as
+   long as the same way is better. */
+enum { FIRST_PAUSE = 8, MOST_PAUSE = 512 };
+/* A cost that seems to grow may be that of a sender that was late. So it grows by this factor at most,
+   message by message, and falls at once. */
+#define GROWTH 1.1
+/* The ways change only if the other one costs less than this share. */
+#define LESS 0.9
+
+static int length_of(size_t nbytes)
+{
+    return nbytes < (size_t)1 << 20 ? 0 : nbytes < (size_t)8 << 20 ? 1 : 2;
+}
+
+int ring_fetches(const struct ring *r, size_t nbytes)
+{
+    return nbytes >= MEASURED_BYTES
+           && (__atomic_load_n(r->claim + 1, __ATOMIC_RELAXED) >> length_of(nbytes) & 1);
+}
+
+void exchange_choose(struct exchange *x, int64_t now)
+{
+    x->since = now;
+    x->fetches = x->address != NULL && ring_fetches(&x->messages->in[x->from].ring, x->nbytes);
+}
+
+void exchange_timed(struct exchange *x, int64_t now)
+{
+    struct ring *r = &x->messages->in[x->from].ring;
+    if (x->address == NULL || x->nbytes < MEASURED_BYTES || x->fetched != x->fetches)
+        return;
+    int length = length_of(x->nbytes);
+    struct ways *w = &r->ways[length];
+    double cost = (double)(now - x->since) / (double)x->nbytes, *known = &w->cost[x->fetched];
+    *known = *known == 0 || cost < GROWTH * *known ? cost : GROWTH * *known;
+    int better = w->better ? w->cost[0] >= LESS * w->cost[1] : w->cost[1] < LESS * w->cost[0];
+    if (better != w->better || w->pause == 0)
+        w->left = w->pause = FIRST_PAUSE;
+    int fetches = w->better = better;
+    if (--w->left < 0) {
+        fetches = !better;
+        w->left = w->pause = w->pause < MOST_PAUSE ? 2 * w->pause : MOST_PAUSE;
+    }
+    uint64_t bits = __atomic_load_n(r->claim + 1, __ATOMIC_RELAXED), bit = UINT64_C(1) << length;
+    if (!(bits & bit) != !fetches)
+        __atomic_store_n(r->claim + 1, bits ^ bit, __ATOMIC_RELAXED);
 }
 
 const struct carrier rings = {8, may_have, has, read_bytes, send_pieces, announce_end};

@@ -47,7 +47,6 @@ static PyObject *make_streams(PyObject *module, PyObject *args)
     self->python = Py_NewRef(python);
     self->idle_ns = (int64_t)(1e9 * idle);
     self->looks = 1;
-    m->streamed = SIZE_MAX;
     if (m->size < 2 || m->size > 1 << 15 || m->rank < 0 || m->rank >= m->size || self->segment.len < 8
         || PyList_Size(sockets) != m->size || PyList_Size(early) != m->size) {
         PyErr_SetString(PyExc_ValueError, "make_streams: a number is out of its range, or a list has "

@@ -125,15 +125,15 @@ int main(int count, char **arguments)
     memset(later, LATER, NBYTES);
     char *memory = calloc((size_t)ranks, 4096 + ring_bytes);
     sender_end = (struct messages){.size = ranks, .carrier = &rings, .capacity = ring_bytes,
-                                   .streamed = ring_bytes,
                                    .out = calloc((size_t)ranks, sizeof(struct end))};
     for (int rank = 1; rank < ranks; rank++) {
         char *page = memory + (size_t)rank * (4096 + ring_bytes);
         ends[rank] = (struct messages){.rank = rank, .size = ranks, .carrier = &rings,
-                                       .capacity = ring_bytes, .streamed = ring_bytes,
+                                       .capacity = ring_bytes,
                                        .in = calloc(1, sizeof(struct end))};
         for (int word = 0; word < 3; word++)
             ((uint64_t *)page)[64 * word] = start;
+        ((uint64_t *)page)[129] = seed & 1; /* whether the receiver fetches at once */
         ends[rank].in[0].position = sender_end.out[rank].position = start;
         ends[rank].in[0].ring = (struct ring){.seen = start, .mine = (uint64_t *)(page + 512),
                                               .theirs = (uint64_t *)page,

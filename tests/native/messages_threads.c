@@ -214,7 +214,7 @@ int main(int count, char **arguments)
     for (int rank = 0; rank < ranks; rank++) {
         struct messages *m = &all[rank];
         *m = (struct messages){.rank = rank, .size = ranks, .carrier = streaming ? &streams : &rings,
-                               .capacity = ring_bytes, .streamed = ring_bytes,
+                               .capacity = ring_bytes,
                                .in = calloc(ranks, sizeof *m->in),
                                .out = calloc(ranks, sizeof *m->out),
                                .sleepers = streaming ? NULL : &sleepers, .asleep = asleep,
@@ -224,6 +224,9 @@ int main(int count, char **arguments)
             char *out = memory + (rank * ranks + peer) * (4096 + ring_bytes);
             for (int word = 0; word < 3; word++)
                 ((uint64_t *)in)[64 * word] = ((uint64_t *)out)[64 * word] = start;
+            /* Whether the receiver fetches at once. */
+            ((uint64_t *)in)[129] = seed >> peer & 1;
+            ((uint64_t *)out)[129] = seed >> rank & 1;
             m->in[peer].position = m->out[peer].position = start;
             m->in[peer].ring = (struct ring){.seen = start, .mine = (uint64_t *)(in + 512),
                                              .theirs = (uint64_t *)in,

@@ -134,7 +134,7 @@ def _plan(callbacks: Any) -> Any:
 
 def _exchange(callbacks: Any) -> Any:
     segment = np.zeros(1 << 17, np.uint8)
-    return native.messages(segment, 0, 2, 4096, 4096, 1 << 20, 1, False, callbacks)
+    return native.messages(segment, 0, 2, 4096, 4096, 1, False, callbacks)
 
 
 @pytest.mark.parametrize("make", [_shared, _plan, _exchange])

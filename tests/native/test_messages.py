@@ -41,9 +41,7 @@ class Ends:
         self.fetched = 0
         self.patient = patient
         self.each = [
-            core.make_messages(
-                self.memory, rank, size, RINGS, RING_BYTES, RING_BYTES, looks, True, self
-            )
+            core.make_messages(self.memory, rank, size, RINGS, RING_BYTES, looks, True, self)
             for rank in range(size)
         ]
 
@@ -232,6 +230,25 @@ def test_rest_of_message_of_stopped_sender_is_fetched() -> None:
     assert out.tobytes() == x.tobytes()
 
 
+def test_message_is_fetched_when_one_through_the_ring_was_measured() -> None:
+    ends, x = Ends(looks=1 << 22), data(256 << 10)
+    will_fetch = (RINGS + 1024) // 8 + 1
+
+    def carried() -> int:
+        """Return how many bytes of a message are fetched."""
+        out, before = np.empty_like(x), ends.fetched
+        thread = in_thread(lambda: ends.send(x))
+        ends.receive(out)
+        thread.join()
+        assert out.tobytes() == x.tobytes()
+        return ends.fetched - before
+
+    # A message of a sender that has no processor is fetched, and its time says nothing.
+    while not ends.words[will_fetch]:
+        carried()
+    assert carried() >= x.nbytes - CLAIMED
+
+
 def test_error_in_wait_ends_call() -> None:
     ends = Ends(patient=False)
     with pytest.raises(TimeoutError, match="late"):
@@ -250,7 +267,7 @@ def test_send_wakes_only_its_receiver() -> None:
     naps = [lines // 8 + 64 * rank + 3 for rank in range(3)]
     for word in naps:
         words[word] = 1
-    send = core.make_messages(memory, 1, 3, rings, RING_BYTES, RING_BYTES, 20, True, None, lines)
+    send = core.make_messages(memory, 1, 3, rings, RING_BYTES, 20, True, None, lines)
     send(np.ones(8), 2, None, NOBODY, 0, 5.0, True)
     assert [words[word] for word in naps] == [1, 1, 0]
 
@@ -342,7 +359,7 @@ def test_rings_outside_segment_are_refused(
 ) -> None:
     memory = bytearray(4096 + 2 * 8192)
     with pytest.raises(ValueError, match="are not in the segment"):
-        core.make_messages(memory, rank, size, rings, ring_bytes, 0, 20, True, None)
+        core.make_messages(memory, rank, size, rings, ring_bytes, 20, True, None)
 
 
 @pytest.mark.parametrize("half", ["send", "receive"])

@@ -131,13 +131,13 @@ callables += [_core.make_fold(op, dtype, lambda *_, **__: None) for op, dtype in
               (("sum", 11), ("min", 3), ("land", 0))]
 callables.append(_core.make_schedule("sum", 11, 2, 0, 1, b"\\0\\0\\0\\0\\1\\0\\0\\0\\2\\0\\0\\0"))
 callables.append(
-    _core.make_messages(bytearray(1 << 20), 0, 2, 8192, 8192, 1 << 16, 10, False, None))
+    _core.make_messages(bytearray(1 << 20), 0, 2, 8192, 8192, 10, False, None))
 assert len(callables) > 20, callables
 # Every function gets the arguments that it takes, each of them replaced by something else, too.
 right = {
     "Shared": [bytearray(1 << 20), 0, 2, 1024, 1 << 19, 8192, 65536, 4096, 10, object()],
     "Door": [ring, [], 0, 2], "Method": [print, type], "Ring": ["x"], "view": [np.ones(3)],
-    "make_messages": [bytearray(1 << 20), 0, 2, 8192, 8192, 1 << 16, 10, False, None, 1024],
+    "make_messages": [bytearray(1 << 20), 0, 2, 8192, 8192, 10, False, None, 1024],
     "make_fold": ["sum", 11, repr, 0], "know": [1, 64, [0, 0]],
     "plan": [5, 0, 0, [1, 2], "sum", 11, True, "request", b"", repr],
     "nap": [bytearray(1 << 12), 128, 0.001, lambda: True], "wake": [bytearray(1 << 12), [128]],

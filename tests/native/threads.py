@@ -23,9 +23,9 @@ PROGRAMS = {
     "folds": ("shared_threads.c", "shared.c", "staging.c", "sums.c", "folds.c", "-DFOLDS",
               "-ffp-contract=off"),
     "messages": ("messages_threads.c", "messages.c", "posted.c", "rings.c", "streams.c",
-                 "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048"),
+                 "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048", "-DMEASURED_BYTES=4096"),
     "claims": ("claims_threads.c", "messages.c", "posted.c", "rings.c", "-DCHUNK_BYTES=128",
-               "-DCLAIMED_BYTES=2048"),
+               "-DCLAIMED_BYTES=2048", "-DMEASURED_BYTES=4096"),
     "frames": ("frames_fuzz.c", "messages.c", "posted.c", "rings.c", "streams.c"),
     "xla": ("xla_threads.c", "-ldl"),
 }  # fmt: skip
