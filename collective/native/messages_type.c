@@ -147,7 +147,7 @@ static PyObject *advance(PyObject *capsule, PyObject *args)
         if (fetch(call) < 0)
             return NULL;
     }
-    int partial = x->pending && (x->holds || x->matched) ? PARTIAL : 0;
+    int partial = exchange_is_partial(x) ? PARTIAL : 0;
     return PyLong_FromLong(x->pending | partial);
 }
 
@@ -263,7 +263,7 @@ static int begin(Call *call, struct arrays *arrays, PyObject *const *args)
         exchange_recv(x, source < 0 ? 0 : (int)source, source < 0 ? m->size - 1 : (int)source, tag,
                       dst->address, dst->nbytes, heads ? head_of(dst, arrays->fitting) : NULL);
     else if (source >= 0)
-        exchange_drain(x, (int)source);
+        exchange_drain(x, (int)source, tag);
     return 1;
 }
 

@@ -170,4 +170,4 @@ void exchange_fetched(struct exchange *x)
     x->messages->in[x->from].position = x->end;
 }
 
-const struct carrier rings = {8, may_have, has, read_bytes, send_pieces, announce_end};
+const struct carrier rings = {8, 0, may_have, has, read_bytes, send_pieces, announce_end};

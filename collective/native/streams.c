@@ -21,8 +21,10 @@
 /* Bytes that one system call moves at most: in an exchange of both directions, the other of which stands
    still meanwhile; and in one direction. An exchange of 1 MiB took 302 us with 256 KiB, 183 with 512
    and 254 with 1 MiB; 1 MiB there and back took 341, 262 and 203, and with 2 MiB it took 440. */
+#ifndef BOTH_BYTES
 #define BOTH_BYTES ((size_t)512 << 10)
 #define ONE_BYTES ((size_t)1 << 20)
+#endif
 
 static size_t call_bytes(const struct exchange *x)
 {
@@ -136,15 +138,21 @@ static void announce(struct end *e)
 void exchange_sleep(struct exchange *x, double seconds)
 {
     struct messages *m = x->messages;
-    struct pollfd *sockets = malloc((size_t)(3 * m->size + 1) * sizeof *sockets);
+    struct pollfd *sockets = malloc((size_t)(4 * m->size + 3) * sizeof *sockets);
     nfds_t count = 0;
     /* Another thread may read this message and keep it, or may own an end. Neither wakes this
        thread, so it looks again soon. */
     int alone = __atomic_add_fetch(&m->callers, 1, __ATOMIC_RELAXED) == 1;
     if (x->pending & SENDING) {
-        alone &= x->holds;
+        int waits = exchange_waits(x);
+        alone &= x->holds || waits;
         if (x->holds && sockets != NULL)
             sockets[count++] = (struct pollfd){m->out[x->to].stream.fd, POLLOUT, 0};
+        struct end *in = &m->in[x->to];
+        int reads = x->weight > 0 && !in->stream.over, owned = __atomic_load_n(&in->taken, __ATOMIC_RELAXED);
+        alone &= !(reads && owned);
+        if (reads && !owned && sockets != NULL)
+            sockets[count++] = (struct pollfd){in->stream.fd, POLLIN, 0};
     }
     if (x->pending & RECEIVING || x->draining || x->misfit) {
         int first = x->matched ? x->from : x->first, last = x->matched ? x->from : x->last;
@@ -161,9 +169,11 @@ void exchange_sleep(struct exchange *x, double seconds)
     for (int rank = 0; rank < m->size && sockets != NULL; rank++) {
         if (rank == m->rank)
             continue;
-        if (post_wants(m, rank) && !m->in[rank].stream.over)
+        if ((post_wants(m, rank) || __atomic_load_n(&m->out[rank].announced, __ATOMIC_RELAXED) != NULL)
+            && !m->in[rank].stream.over)
             sockets[count++] = (struct pollfd){m->in[rank].stream.fd, POLLIN, 0};
-        if (__atomic_load_n(&m->out[rank].queue, __ATOMIC_RELAXED) != NULL)
+        if (__atomic_load_n(&m->out[rank].queue, __ATOMIC_RELAXED) != NULL
+            || __atomic_load_n(&m->out[rank].flow.due, __ATOMIC_RELAXED))
             sockets[count++] = (struct pollfd){m->out[rank].stream.fd, POLLOUT, 0};
     }
     double most = alone && sockets != NULL ? seconds : seconds < 1e-3 ? seconds : 1e-3;
@@ -172,4 +182,4 @@ void exchange_sleep(struct exchange *x, double seconds)
     free(sockets);
 }
 
-const struct carrier streams = {1, may_have, has, read_bytes, send_pieces, announce};
+const struct carrier streams = {1, 1, may_have, has, read_bytes, send_pieces, announce};
