@@ -16,6 +16,9 @@
 #define LONGEST_NS INT64_C(50000000)
 /* If sched_yield takes longer than this, another thread has run on this processor. */
 #define TURN_NS INT64_C(2000)
+/* Time without progress after which a rank sleeps at its sockets if it shares its processor. To yield costs
+   a turn of the scheduler, and the kernel wakes a rank that sleeps before such a turn is over. */
+#define SHARED_NS INT64_C(5000)
 /* A message of at least this many bytes takes longer than releasing the interpreter lock. */
 #define LONG_BYTES (32 << 10)
 
@@ -64,18 +67,20 @@ static void go_on(Call *call)
            that drive each other's lines out of the caches. */
         if (x->matched && x->nbytes > x->messages->streamed && exchange_claim(x))
             break;
-        if (x->messages->carrier == &streams && now - moved > call->over->idle_ns
-            && now - start < LONGEST_NS) {
+        int streamed = x->messages->carrier == &streams;
+        int64_t idle_ns = streamed && shared ? SHARED_NS : call->over->idle_ns;
+        if (streamed && now - moved > idle_ns && now - start < LONGEST_NS) {
             /* The kernel wakes this thread, also if the communicator breaks: Python is needed only
                in a long wait. */
             exchange_sleep(x, 1e-9 * (double)(start + LONGEST_NS - now));
             moved = now_ns();
             continue;
         }
-        if (now - moved > call->over->idle_ns || now - start > LONGEST_NS
+        if (now - moved > idle_ns || now - start > LONGEST_NS
             || ((shared ? idle == looks : idle == 2 * looks) && exchange_claim(x)))
             break;
         if (idle) {
+            now = now_ns();
             sched_yield();
             shared |= now_ns() - now > TURN_NS;
         }
