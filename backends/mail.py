@@ -164,7 +164,7 @@ class PythonMail(_Mail):
         self._broken = lambda: True
 
     def _queued(self) -> bool:
-        return not self._broken() and any(self._engine.queues.values())
+        return not self._broken() and self._engine.sends
 
     def _step(self, items: Sequence[Any], any_of: bool, seconds: float) -> bool:
         self._engine.progress()

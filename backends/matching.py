@@ -7,6 +7,7 @@ connection. This module decides which message a receiver gets.
 A message whose tag no receiver has asked for yet must not block the messages behind it. So each
 receiver takes all messages off the stream up to its own, and keeps them for later receivers. Nobody
 takes messages off a stream in which no receiver waits, so a sender that is too fast has to wait.
+Over connections :mod:`.flow` bounds what is kept.
 
 A message in flight is an iterator. Each step does all that is possible without waiting. If the
 message must wait, the step yields the ranks whose streams it waits for. The sequence is empty if it
@@ -37,6 +38,8 @@ from collective.contract.mail import (
 from collective.contract.waits import MessageCall
 from collective.native import NOBODY
 
+from .flow import CONTROL_TAG, Flow, Granting, has_window
+
 if TYPE_CHECKING:
     from collective import native
     from collective.deadline import Deadline
@@ -54,6 +57,7 @@ SENDING, RECEIVING = 1, 2
 _NO_LENGTH = 1 << 47
 # Bytes of all copies of posted sends; the same number as in messages.h.
 _COPIED_BYTES = 64 << 20
+_NOTHING = np.empty(0, np.uint8)
 
 
 class Prefix(Protocol):
@@ -147,6 +151,25 @@ class Carrier(Protocol):
         """Break the communicator, since the peer has sent damaged data."""
 
 
+class _Kept:
+    """A message for later receivers.
+
+    Attributes:
+        prefix: its prefix.
+        content: its bytes; None as long as the sender has only announced it.
+        coming: whether the bytes have been asked for, and are not complete.
+        is_counted: whether it takes room in the window.
+        posted: the receive that gets it meanwhile, or None.
+    """
+
+    __slots__ = ("coming", "content", "is_counted", "posted", "prefix")
+
+    def __init__(self, prefix: Any, content: Array | None, is_counted: bool = True) -> None:
+        self.prefix, self.content, self.is_counted = prefix, content, is_counted
+        self.coming = False
+        self.posted: Posted | None = None
+
+
 class Posted:
     """A send or a receive in flight; see :class:`collective.contract.mail.Posted`."""
 
@@ -205,6 +228,11 @@ class Engine:
         if rank != NOBODY:
             self._inboxes[rank] = _Inbox(self, rank, None)
         self.queues: dict[int, deque[tuple[Posted, Generator[Any, None, None], int]]] = {}
+        # Posted sends that wait for a grant, with the same parts. They are in nobody's way.
+        self._announced: dict[int, deque[tuple[Posted, Generator[Any, None, None], int]]] = {}
+        self._flows: dict[int, Flow] = {
+            rank: carrier.flow for rank, carrier in carriers.items() if hasattr(carrier, "flow")
+        }
         self._rank = rank
         # Receives that wait, in posted order, and those whose message has come in part.
         self._waiting: list[Posted] = []
@@ -291,7 +319,12 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether operations are in flight."""
-        return bool(self._waiting or self._matched or any(self.queues.values()))
+        return bool(self._waiting or self._matched or self.sends)
+
+    @property
+    def sends(self) -> bool:
+        """Whether sends are in flight."""
+        return any(self.queues.values()) or any(self._announced.values())
 
     def wants(self, rank: int) -> bool:
         """Return whether a receive in flight may get a message from a rank."""
@@ -300,12 +333,20 @@ class Engine:
     def awaited(self) -> dict[int, list[int]]:
         """Return the ranks whose streams the operations in flight wait for, as an Exchange."""
         queues = [rank for rank, queue in self.queues.items() if queue and self._blocked.get(rank)]
-        return {SENDING: queues, RECEIVING: [rank for rank in self._carriers if self.wants(rank)]}
+        reading = [rank for rank in self._carriers if self.wants(rank) or self._announced.get(rank)]
+        return {SENDING: queues, RECEIVING: reading}
+
+    def due(self) -> list[int]:
+        """Send the control frames that are due; return the ranks for which some are left."""
+        return [rank for rank, flow in self._flows.items() if not flow.tell_due()]
 
     def progress(self) -> None:
         """Do all that is possible for the operations in flight without waiting."""
+        for to in [to for to, sends in self._announced.items() if sends]:
+            self.look_for_grants(to)
         for to in [to for to, queue in self.queues.items() if queue]:
             self._flush(to)
+        self.due()
         if not (self._waiting or self._matched):
             return
         for rank in self._turns.of(self._inboxes, 0):
@@ -319,6 +360,35 @@ class Engine:
             finally:
                 if inbox.lock.leave() | inbox.have_kept():
                     self._news()
+
+    def look_for_grants(self, to: int) -> None:
+        """Read what a rank sends, and put the posted sends that it grants into their queue."""
+        try:
+            self.read(to)
+            with self.lock:
+                sends = self._announced.get(to, ())
+                for send in [send for send in sends if self._flows[to].has_granted()]:
+                    # The generator takes the grant, if it is its own.
+                    if not isinstance(next(send[1], None), Granting):
+                        self._announced[to].remove(send)
+                        self.queues.setdefault(to, deque()).append(send)
+        except (EOFError, OSError) as error:
+            self._drop(to, error)
+
+    def read(self, rank: int) -> None:
+        """Read what a rank has sent, for posted receives or to be kept.
+
+        Raises:
+            EOFError: the stream has ended.
+        """
+        inbox = self._inboxes[rank]
+        if not inbox.lock.take():
+            return
+        try:
+            inbox.drain(lambda: True)
+        finally:
+            if inbox.lock.leave() | inbox.have_kept():
+                self._news()
 
     def _flush(self, to: int) -> bool:
         """Send what can be sent of a queue; return whether the queue is empty.
@@ -342,6 +412,10 @@ class Engine:
                 return True
             finally:
                 self._flushing[to] = False
+            if isinstance(peers, Granting):
+                queue.popleft()
+                self._announced.setdefault(to, deque()).append((posted, steps, copied))
+                continue
             if peers is not None:
                 self._blocked[to] = peers
                 return False
@@ -353,7 +427,8 @@ class Engine:
 
     def _drop(self, to: int, error: BaseException) -> None:
         """End all sends to a rank after an error."""
-        for posted, steps, copied in self.queues.pop(to):
+        sends = [*self.queues.pop(to, ()), *self._announced.pop(to, ())]
+        for posted, steps, copied in sends:
             steps.close()
             self._copied -= copied
             if not posted.done:
@@ -372,7 +447,7 @@ class Engine:
 
     def close(self, error: BaseException) -> None:
         """End all operations in flight."""
-        for to in list(self.queues):
+        for to in {*self.queues, *self._announced}:
             self._drop(to, error)
         for rank in [*self._carriers, self._rank]:
             self.fail(rank, error)
@@ -463,7 +538,7 @@ class Engine:
         Args:
             queued: whether it is in a queue. Otherwise it waits for all that are.
         """
-        carrier = self._carriers[to]
+        carrier, flow = self._carriers[to], self._flows.get(to) if has_window(tag) else None
         while not queued and self.queues and not self._flush(to):
             yield (to,)
         # A message owns the stream from its prefix to its end.
@@ -471,7 +546,28 @@ class Engine:
             yield ()
         peers = (to,)
         marks = () if mark is None else (mark,)
+        if flow is not None and flow.is_full(content.size):
+            self.read(to)  # there may be a credit
+        number = 0 if flow is None else flow.begin(content.size)
+        if flow is not None and number:
+            for _ in _whole(carrier, carrier.announce(content.size, tag, number)):
+                yield peers
+            if carrier.sending.leave():
+                self._news()
+            try:
+                while not flow.granted(number):
+                    if not queued:
+                        self.read(to)
+                    yield Granting(peers)
+                while not carrier.sending.take():
+                    yield ()
+            except BaseException:
+                carrier.spoil()  # the peer may ask for bytes that are gone
+                raise
+            tag, marks = CONTROL_TAG, (-number,)
         for _ in _whole(carrier, carrier.write(content, tag, *marks)):
+            if flow is not None and not queued:
+                self.read(to)  # the receiver may wait until it can send as much
             yield peers
         if carrier.sending.leave():
             self._news()
@@ -500,17 +596,44 @@ class Engine:
                     self._turns.serve(sources, rank, tag)
                     peers = (rank,)
                     prefix, moves = message
-                    for _ in moves:
+                    for _ in moves or ():
                         yield peers
                 if inbox.lock.leave() | inbox.have_kept():
                     self._news()
                 if message is not None:
+                    if message[1] is None:
+                        yield from self._receive_announced(inbox, rank, prefix, out)
                     return rank, prefix
                 awaited.append(rank)
             # Of several sources one is enough, so the end of a stream matters once all have ended.
             if ended is not None and not awaited:
                 raise ended
             yield awaited
+
+    def _receive_announced(
+        self, inbox: _Inbox, rank: int, prefix: Any, out: Array
+    ) -> Generator[Sequence[int], None, None]:
+        """Receive the bytes of a message, which this exchange has asked for."""
+        peers, moves = (rank,), None
+        try:
+            while moves is None:
+                if not inbox.lock.take():
+                    yield ()
+                    continue
+                try:
+                    moves = inbox.receive_announced(prefix.mark, out)
+                except EOFError:
+                    inbox.lock.leave()
+                    raise
+                for _ in moves or ():
+                    yield peers
+                if inbox.lock.leave() | inbox.have_kept():
+                    self._news()
+                if moves is None:
+                    yield peers
+        except BaseException:
+            self._carriers[rank].spoil()  # nobody will take the bytes
+            raise
 
 
 class Exchange:
@@ -551,14 +674,21 @@ class Exchange:
         for part, steps in self._steps.items():
             ranks = next(steps, None)
             if ranks is not None:
-                self.awaited[part] = ranks
+                self._await(part, () if isinstance(ranks, Granting) else ranks)
+                if isinstance(ranks, Granting):
+                    self._await(RECEIVING, ranks)
                 pending += part
         if pending and self._engine.busy:
             # Whoever waits moves the posted messages, too.
             self._engine.progress()
             for part, ranks in self._engine.awaited().items():
-                self.awaited[part] = [*self.awaited.get(part, ()), *ranks]
+                self._await(part, ranks)
+        if due := self._engine.due():
+            self._await(SENDING, due)
         return pending
+
+    def _await(self, part: int, ranks: Sequence[int]) -> None:
+        self.awaited[part] = [*self.awaited.get(part, ()), *ranks]
 
 
 class Waiter:
@@ -577,9 +707,11 @@ class Waiter:
     def advance(self, seconds: float = 0.0) -> int:
         """Make progress; return what is pending, or 0 if the wait is over."""
         self._engine.progress()
+        due = self._engine.due()
         if self._ready():
             return 0
         self.awaited = self._engine.awaited()
+        self.awaited[SENDING] += due
         return self._pending
 
     def give_up(self) -> None:
@@ -597,7 +729,8 @@ class _Inbox:
         self._engine = engine
         self._rank = rank
         self._carrier = carrier  # None for the messages of this rank to itself
-        self._kept: deque[tuple[Any, Array]] = deque()  # prefixes and messages, in order
+        self._flow: Flow | None = getattr(carrier, "flow", None)
+        self._kept: deque[_Kept] = deque()  # in order
         self._keeping: Iterator[None] = iter(())  # reads a message that has arrived only in part
         self._taken = self._new = False
         self._scanned = 0  # number of the last receive that the kept messages have been offered to
@@ -612,8 +745,9 @@ class _Inbox:
 
         Returns:
             The prefix, and an iterator that moves the message to ``out``, or drops it if it has
-            another mark; the caller holds the lock until its end. None if there is no such message
-            yet.
+            another mark; the caller holds the lock until its end. In place of the iterator None if
+            the message was only announced: see :meth:`receive_announced`. None if there is no such
+            message yet.
 
         Raises:
             BackendError: the stream has no valid message, or the message has another length.
@@ -622,20 +756,65 @@ class _Inbox:
         self.deliver()
         # The message's bytes follow its prefix. The next prefix comes after these bytes.
         while _is_over(self._keeping):
-            for index, (prefix, content) in enumerate(self._kept):
-                if prefix.tag == tag:
-                    del self._kept[index]
-                    if self._fits(prefix, out, mark):
-                        out[:] = content
-                    return prefix, iter(())
-            prefix = self._next(tag)
+            kept = next((each for each in self._kept if each.prefix.tag == tag), None)
+            if kept is not None and not kept.coming:
+                self._kept.remove(kept)
+                if not self._fits(kept.prefix, out, mark):
+                    return kept.prefix, iter(())
+                if kept.content is None:
+                    return self._ask(kept.prefix)
+                out[:] = kept.content
+                if kept.is_counted:
+                    self._free(kept.prefix)
+                return kept.prefix, iter(())
+            prefix = self._next(tag if kept is None else None)
             if prefix is None:
                 return None
-            if prefix.tag == tag and _is_over(self._keeping) and not self._taken:
+            if kept is None and prefix.tag == tag and _is_over(self._keeping) and not self._taken:
                 if not self._fits(prefix, out, mark):
                     out = np.empty(prefix.nbytes, np.uint8)
+                if self._is_announced(prefix):
+                    _is_over(self._carrier.read(prefix, _NOTHING))
+                    return self._ask(prefix)
+                self._free(prefix)
                 return prefix, _whole(self._carrier, self._carrier.read(prefix, out))
         return None
+
+    def receive_announced(self, number: int, out: Array) -> Iterator[None] | None:
+        """Find the bytes of a message that :meth:`receive` has asked for.
+
+        Returns:
+            An iterator that moves them to ``out``; None if they are not there yet.
+
+        Raises:
+            EOFError: the stream has ended.
+        """
+        self.deliver()
+        while _is_over(self._keeping):
+            prefix = self._next(None, number)
+            if prefix is None:
+                return None
+            if prefix.tag == CONTROL_TAG and prefix.mark == -number:
+                self._fits(prefix, out, None)
+                assert self._flow is not None
+                self._flow.asking -= 1
+                return _whole(self._carrier, self._carrier.read(prefix, out))
+        return None
+
+    def _ask(self, prefix: Any) -> tuple[Any, None]:
+        """Ask for the bytes of an announced message, for an exchange."""
+        assert self._flow is not None
+        self._flow.asking += 1
+        self._flow.grant(prefix.mark)
+        return prefix, None
+
+    def _is_announced(self, prefix: Any) -> bool:
+        return self._flow is not None and has_window(prefix.tag) and prefix.mark > 0
+
+    def _free(self, prefix: Any) -> None:
+        """Note that a receive has taken a message that was not announced."""
+        if self._flow is not None:
+            self._flow.free(prefix)
 
     def drain(self, wanted: Callable[[], bool]) -> None:
         """Read what has come, as long as it is wanted, for posted receives or to be kept."""
@@ -643,8 +822,11 @@ class _Inbox:
         while _is_over(self._keeping) and wanted() and self._next(None) is not None:
             pass
 
-    def _next(self, tag: int | None) -> Any:
-        """Return the next prefix, or None; begin to read its message, unless it has this tag."""
+    def _next(self, tag: int | None, number: int = 0) -> Any:
+        """Return the next prefix, or None; begin to read its message, unless it has this tag.
+
+        The bytes of the announced message with this number stay in the stream, too.
+        """
         if self._carrier is None:
             return None
         prefix = self._carrier.prefix()
@@ -652,15 +834,50 @@ class _Inbox:
             return None
         if not 0 <= prefix.nbytes < _NO_LENGTH:
             self._carrier.refuse(f"the header {tuple(prefix)} is not valid")
+        if self._flow is not None and prefix.tag == CONTROL_TAG:
+            return self._control(self._flow, prefix, number)
         posted = None if self._keeps(prefix.tag) else self._engine.match(self._rank, prefix.tag)
         self._taken = posted is not None
         if posted is not None or prefix.tag != tag:
             self._keeping = self._keep(prefix, posted)
         return prefix
 
+    def _control(self, flow: Flow, prefix: Any, number: int) -> Any:
+        """Act on a control frame; return its prefix, or None if another thread has to act on it."""
+        if prefix.mark >= 0:
+            _is_over(self._carrier.read(prefix, _NOTHING))
+            if (damage := flow.note(prefix)) is not None:
+                self._carrier.refuse(damage)
+            return prefix
+        if prefix.mark == -number:
+            return prefix
+        posted, announced = flow.asked.pop(-prefix.mark, (None, None))
+        kept = next((k for k in self._kept if k.coming and k.prefix.mark == -prefix.mark), None)
+        if kept is not None:
+            announced = kept.prefix
+        if announced is None and flow.asking > (number != 0):
+            self._new = True  # wakes that thread
+            return None
+        if announced is None or announced.nbytes != prefix.nbytes:
+            self._carrier.refuse(f"nobody has asked for the message {tuple(prefix)}")
+        if kept is not None:
+            self._keeping = self._fill(kept)
+        else:
+            self._keeping = self._keep(announced._replace(mark=0), posted, is_counted=False)
+        return prefix
+
+    def _fill(self, kept: _Kept) -> Iterator[None]:
+        """Read the bytes of a message that a probe has asked for."""
+        kept.content = np.empty(kept.prefix.nbytes, np.uint8)
+        yield from _whole(self._carrier, self._carrier.read(kept.prefix, kept.content))
+        kept.prefix = kept.prefix._replace(mark=0)
+        kept.coming = False
+        if kept.posted is not None:
+            self._engine.give(kept.posted, kept.prefix, kept.content)
+
     def _keeps(self, tag: int) -> bool:
         """Return whether an older message with a tag is kept, which a new receive gets first."""
-        return any(prefix.tag == tag for prefix, _ in self._kept)
+        return any(kept.prefix.tag == tag for kept in self._kept)
 
     def deliver(self) -> None:
         """Offer the kept messages to the receives that have been posted since."""
@@ -669,33 +886,58 @@ class _Inbox:
             return
         with self._engine.lock:
             for posted in self._engine.newer(before, self._rank):
-                for index, (prefix, content) in enumerate(self._kept):
-                    if prefix.tag & posted.mask == posted.tag:
-                        del self._kept[index]
+                for kept in self._kept:
+                    if kept.prefix.tag & posted.mask == posted.tag:
+                        self._kept.remove(kept)
                         self._engine.take(posted, self._rank)
-                        self._engine.give(posted, prefix, content)
+                        self._give(posted, kept)
                         break
 
-    def put(self, prefix: Any, content: Array, posted: Posted | None = None) -> None:
-        """Give a complete message to its receive, or keep it."""
+    def put(
+        self, prefix: Any, content: Array | None, posted: Posted | None = None,
+        is_counted: bool = True,
+    ) -> None:  # fmt: skip
+        """Give a message, which is complete or announced, to its receive, or keep it."""
+        kept = _Kept(prefix, content, is_counted)
         if posted is None and not self._keeps(prefix.tag):
             posted = self._engine.match(self._rank, prefix.tag)
         if posted is not None:
-            self._engine.give(posted, prefix, content)
+            self._give(posted, kept)
         else:
-            self._kept.append((prefix, content))
+            self._kept.append(kept)
             self._new = True
+
+    def _give(self, posted: Posted, kept: _Kept) -> None:
+        if kept.content is None:
+            assert self._flow is not None
+            self._flow.asked[kept.prefix.mark] = (posted, kept.prefix)
+            if not kept.coming:
+                self._flow.grant(kept.prefix.mark)
+        elif kept.coming:
+            kept.posted = posted  # _fill() gives it the message
+        else:
+            if kept.is_counted:
+                self._free(kept.prefix)
+            self._engine.give(posted, kept.prefix, kept.content)
 
     def find(self, tag: int, mask: int, take: bool) -> Posted | None:
         """Return a kept message, which the caller owns if ``take`` is true."""
-        for index, (prefix, content) in enumerate(self._kept):
-            if prefix.tag & mask == tag:
-                message = Posted(None, self._rank, NOBODY, prefix.tag)
-                message.nbytes = content.size
-                if take:
-                    del self._kept[index]
-                    message.data = content.data
-                    message.end()
+        for kept in self._kept:
+            if kept.prefix.tag & mask == tag:
+                message = Posted(None, self._rank, NOBODY, kept.prefix.tag)
+                message.nbytes = kept.prefix.nbytes
+                if not take:
+                    return message
+                if kept.content is None and not kept.coming and self._flow is not None:
+                    kept.coming, kept.is_counted = True, False
+                    self._flow.grant(kept.prefix.mark)
+                if kept.content is None or kept.coming:
+                    return None  # it may be taken once it is complete
+                self._kept.remove(kept)
+                if kept.is_counted:
+                    self._free(kept.prefix)
+                message.data = kept.content.data
+                message.end()
                 return message
         return None
 
@@ -707,16 +949,22 @@ class _Inbox:
             self._carrier.refuse(f"{prefix.nbytes} bytes in place of {out.size}")
         return True
 
-    def _keep(self, prefix: Any, posted: Posted | None) -> Iterator[None]:
+    def _keep(self, prefix: Any, posted: Posted | None, is_counted: bool = True) -> Iterator[None]:
+        if self._is_announced(prefix):
+            _is_over(self._carrier.read(prefix, _NOTHING))
+            self.put(prefix, None, posted)
+            return
         memory = None if posted is None else posted.memory
         if posted is not None and memory is not None and prefix.nbytes <= memory.size:
             content = memory[: prefix.nbytes]
             yield from _whole(self._carrier, self._carrier.read(prefix, content))
+            if is_counted:
+                self._free(prefix)
             self._engine.give(posted, prefix, content, placed=True)
             return
         content = np.empty(prefix.nbytes, np.uint8)
         yield from _whole(self._carrier, self._carrier.read(prefix, content))
-        self.put(prefix, content, posted)
+        self.put(prefix, content, posted, is_counted)
 
 
 def _whole(carrier: Any, steps: Iterator[None]) -> Iterator[None]:

@@ -105,6 +105,8 @@ class TwoLevelMail:
             if posted.source == ANY_SOURCE:
                 self._turns.serve(range(self._channel.size), found.source, posted.tag)
             found = self._find(found.source, found.tag, EXACTLY, True)
+            if found is None:
+                return  # it was only announced, and its bytes are on their way
             del self._waiting[index]
             posted.source, posted.tag, posted.nbytes = found.source, found.tag, found.nbytes
             if posted.memory is None:

@@ -8,12 +8,13 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, NoReturn
 
+from collective.backends.flow import Flow
 from collective.backends.matching import Array, StreamLock
 from collective.control.link import Records
 
 __all__ = ["Prefix", "Stream", "stream_of"]
 
-_PREFIX = struct.Struct("<QqQ")
+_PREFIX = struct.Struct("<Qqq")
 # Bytes that one system call moves at most: both directions take turns, and the caches keep what a
 # fold is about to read.
 _PART_BYTES = 256 << 10
@@ -27,7 +28,7 @@ class Prefix(NamedTuple):
     Attributes:
         nbytes: length of the message, without the prefix.
         tag: tag of the message.
-        mark: digest of the collective call, or 0.
+        mark: digest of the collective call; number of a message that is only announced; or 0.
     """
 
     nbytes: int
@@ -45,6 +46,7 @@ class Stream:
 
     Attributes:
         sock: the socket.
+        flow: flow control of the messages.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class Stream:
     ) -> None:
         self.sock = sock
         self.sending, self.receiving = StreamLock(), StreamLock()
+        self.flow = Flow(self)
         self._refuse = refuse
+        self._due = b""  # the rest of a control frame, or of several
         self._ahead = bytearray(max(_AHEAD_BYTES, len(early)))
         self._ahead[: len(early)] = early
         # The part of _ahead that holds bytes which no receiver has taken yet.
@@ -70,6 +74,7 @@ class Stream:
 
     def write(self, content: Array, tag: int, mark: int = 0) -> Iterator[None]:
         """Send a message; yield while the socket takes no more."""
+        yield from self.write_due(self.flow)
         left = content.data
         prefix = _PREFIX.pack(left.nbytes, tag, mark)
         while prefix or left:
@@ -80,6 +85,22 @@ class Stream:
                 continue
             left = left[max(0, sent - len(prefix)) :]
             prefix = prefix[sent:]
+
+    def announce(self, nbytes: int, tag: int, number: int) -> Iterator[None]:
+        """Send the prefix of a message, whose bytes the peer may ask for by the number."""
+        yield from self.write_due(self.flow)
+        self._due = _PREFIX.pack(nbytes, tag, number)
+        yield from self.write_due(self.flow)
+
+    def write_due(self, flow: Flow) -> Iterator[None]:
+        """Send the control frames that are due; yield while the socket takes no more."""
+        while self._due or flow.due:
+            while flow.due:
+                self._due += _PREFIX.pack(*flow.due.pop(0))
+            try:
+                self._due = self._due[self._send(b"", memoryview(self._due)) :]
+            except BlockingIOError:
+                yield
 
     def prefix(self) -> Prefix | None:
         """Return the next prefix and leave it in the stream; None if there is no prefix yet.
@@ -113,6 +134,11 @@ class Stream:
                 left = left[count:]
             else:
                 yield
+
+    @property
+    def is_due(self) -> bool:
+        """Whether control frames have not left."""
+        return bool(self._due or self.flow.due)
 
     # -- bytes --------------------------------------------------------------------------------
 
@@ -169,6 +195,19 @@ class _EncryptedStream(Stream):
     def write(self, content: Array, tag: int, mark: int = 0) -> Iterator[None]:
         """Send a message; yield while the socket takes no more."""
         yield from super().write(content, tag, mark)
+        yield from self._flush_all()
+
+    def write_due(self, flow: Flow) -> Iterator[None]:
+        """Send the control frames that are due; yield while the socket takes no more."""
+        yield from super().write_due(flow)
+        yield from self._flush_all()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether control frames have not left."""
+        return bool(self._unsent) or super().is_due
+
+    def _flush_all(self) -> Iterator[None]:
         while self._unsent:
             try:
                 self._flush()

@@ -14,7 +14,8 @@ A message of at most :data:`EAGER_BYTES` is copied if it cannot leave at once, a
 of this rank have at most 64 MiB together. Then its send is over at once. A rank reads what a peer
 has sent only while it waits for a message from this peer, or looks for one. Meanwhile the sender's
 messages fill the ring or the socket's buffers, and then the sender's own copies. Messages before
-the wanted one are kept in memory without a bound: to stop reading would be a deadlock.
+the wanted one are kept in memory. Over ``tcp`` that has a bound, beyond which messages are only
+announced. Over the other transports it has none: to stop reading would be a deadlock.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ class Engine(InFlight, Protocol):
         """Return a message that no receive has got yet, or None.
 
         Args:
-            take: if true, no receive gets it any more: it belongs to the caller.
+            take: if true, no receive gets it any more: it belongs to the caller. If its sender has
+                only announced it, the result is None until its bytes are there.
         """
 
     def cancel(self, posted: Any, /) -> bool:

@@ -65,7 +65,7 @@ static PyObject *advance(PyObject *capsule, PyObject *args)
     go_on(both, seconds < 1e-9 * LONGEST_NS ? (int64_t)(1e9 * seconds) : LONGEST_NS);
     Py_END_ALLOW_THREADS
     const struct exchange *x = &both->streamed->exchange;
-    int partial = x->holds || x->matched ? PARTIAL : 0;
+    int partial = exchange_is_partial(x) ? PARTIAL : 0;
     return PyLong_FromLong(are_pending(both) ? x->pending | partial : 0);
 }
 

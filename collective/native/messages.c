@@ -35,30 +35,86 @@ int end_take(struct end *e)
 }
 
 /* Releases an end, and announces the bytes that it has passed. */
-void end_leave(const struct messages *m, struct end *e)
+void end_leave(struct messages *m, struct end *e)
 {
     m->carrier->announce(e);
+    if (e->flow.freed >= WINDOW_BYTES / 2)
+        flow_return(m, e);
+    flow_flush(m, e);
     __atomic_store_n(&e->keeps, e->kept != NULL, __ATOMIC_RELAXED);
     __atomic_store_n(&e->taken, 0, __ATOMIC_RELEASE);
 }
 
+/* Returns the prefix of the message; a long array's head, which has another one, comes before it. */
+static int64_t *last_prefix(struct exchange *x)
+{
+    return x->words + (x->lead > 0 ? PREFIX + HEAD_WORDS : 0);
+}
+
+/* Begins to send a message, or only its announcement if it does not fit into the window. */
+static void begin_to_send(struct exchange *x, struct end *e)
+{
+    x->stop += e->position;
+    if (x->weight == 0)
+        return;
+    if (x->weight <= WINDOW_BYTES && flow_is_full(e, x->weight))
+        messages_drain(x->messages, x->to, 1); /* there may be a credit */
+    if ((x->number = flow_begin(x->messages, e, x->weight, x->lead > 0)) == 0)
+        return;
+    last_prefix(x)[2] = x->number;
+    x->lead_bytes = x->pieces[x->lead].nbytes;
+    x->pieces[x->lead].nbytes = 8 * PREFIX;
+    x->count = x->lead + 1;
+}
+
+/* Prepares the bytes of a message that has been announced. */
+static void send_announced(struct exchange *x)
+{
+    int64_t *w = last_prefix(x);
+    w[1] = CONTROL_TAG;
+    w[2] = -x->number;
+    x->pieces[x->lead] = (struct piece){(const char *)w, x->lead_bytes};
+    x->at = x->lead;
+    x->count = x->total;
+}
+
+/* Whether the exchange has the end to a peer, or gets it. */
+static int take_to_send(struct exchange *x, struct end *e)
+{
+    if (x->holds)
+        return 1;
+    if (x->number != 0) {
+        if (!x->granted && !(x->granted = flow_granted(e, x->number))) {
+            if (__atomic_load_n(&x->messages->in[x->to].stream.over, __ATOMIC_RELAXED))
+                x->damage = STREAM_ENDED;
+            return 0;
+        }
+    } else if (!x->queued && __atomic_load_n(&e->queue, __ATOMIC_RELAXED) != NULL) {
+        /* What was posted before goes first. */
+        post_flush(x->messages, x->to);
+        if (__atomic_load_n(&e->queue, __ATOMIC_RELAXED) != NULL)
+            return 0;
+    }
+    if (!(x->holds = end_take(e)))
+        return 0;
+    x->begun = 0;
+    if (x->number == 0)
+        begin_to_send(x, e);
+    return 1;
+}
+
 static void send_step(struct exchange *x)
 {
-    struct end *e = &x->messages->out[x->to];
-    if (!x->holds) {
-        if (!x->queued && __atomic_load_n(&e->queue, __ATOMIC_RELAXED) != NULL) {
-            /* What was posted before goes first. */
-            post_flush(x->messages, x->to);
-            if (__atomic_load_n(&e->queue, __ATOMIC_RELAXED) != NULL)
-                return;
+    struct messages *m = x->messages;
+    struct end *e = &m->out[x->to];
+    if (take_to_send(x, e) && (x->begun || (x->begun = flow_flush(m, e))) && m->carrier->send(x, e)) {
+        if (x->number != 0 && !x->granted) {
+            send_announced(x);
+            x->holds = 0;
+        } else {
+            x->pending &= ~SENDING;
         }
-        if (!(x->holds = end_take(e)))
-            return;
-        x->stop += e->position;
-    }
-    if (x->messages->carrier->send(x, e)) {
-        x->pending &= ~SENDING;
-        end_leave(x->messages, e);
+        end_leave(m, e);
     }
     x->from = x->damage ? x->to : x->from;
 }
@@ -83,8 +139,8 @@ struct kept *kept_new(int64_t tag, int64_t mark, size_t nbytes, struct posted *o
     int directly = owner != NULL && owner->bytes != NULL && nbytes <= owner->room;
     struct kept *message = malloc(sizeof *message + (directly ? 0 : nbytes));
     if (message != NULL)
-        *message = (struct kept){NULL, tag, mark, nbytes, owner,
-                                 directly ? owner->bytes : (char *)(message + 1)};
+        *message = (struct kept){.tag = tag, .mark = mark, .nbytes = nbytes, .owner = owner,
+                                 .bytes = directly ? owner->bytes : (char *)(message + 1)};
     return message;
 }
 
@@ -101,7 +157,76 @@ struct kept *kept_unlink(struct end *e, struct kept **at, struct kept *before)
     struct kept *found = *at;
     *at = found->next;
     e->last = e->last == found ? before : e->last;
+    e->flow.freed += found->weight;
     return found;
+}
+
+/* Has the bytes of an announced message sent to this exchange, which expects so many. */
+static void ask(struct exchange *x, int64_t number, size_t nbytes)
+{
+    if (nbytes != (x->fitting != NULL ? HEAD_BYTES : x->nbytes))
+        x->damage = "a message of another length than the receiver expects";
+    else if (!flow_grant(x->messages, x->from, number))
+        x->damage = NO_MEMORY;
+    x->messages->in[x->from].flow.asking++;
+    x->asked = number;
+    x->first = x->last = x->from;
+    x->moved++;
+}
+
+/* Takes note of an announced message: a receive asks for its bytes at once, or it is kept. */
+static void read_announced(struct exchange *x, struct end *e, int64_t tag, const int64_t *words)
+{
+    struct posted *owner = post_match(x->messages, x->from, words[1]);
+    if (owner == NULL && words[1] == tag) {
+        ask(x, words[2], (size_t)words[0]);
+        return;
+    }
+    struct kept *message = kept_new(words[1], 0, owner != NULL ? (size_t)words[0] : 0, owner);
+    if (message != NULL) {
+        message->number = words[2];
+        message->nbytes = (size_t)words[0];
+    }
+    if (message == NULL || (owner != NULL && !flow_grant(x->messages, x->from, words[2]))) {
+        free(message);
+        x->damage = NO_MEMORY;
+        if (owner != NULL)
+            post_end(x->messages, owner, NO_MEMORY);
+    } else if (owner != NULL) {
+        flow_expect(e, message);
+    } else {
+        kept_add(e, message);
+    }
+}
+
+/* Reads a control frame: a credit, a grant, or the prefix of a message that has been asked for. */
+static void read_control(struct exchange *x, struct end *e, const int64_t *words)
+{
+    if (words[2] >= 0) {
+        x->damage = flow_note(x->messages, x->from, words);
+        x->moved++;
+    } else if (x->asked != 0 && words[2] == -x->asked) {
+        x->matched = 1;
+        e->flow.asking--;
+    } else {
+        struct kept *message = flow_asked(e, words[2], 1);
+        e->unfinished = message;
+        e->done = 0;
+        if (message == NULL || message->nbytes != (size_t)words[0])
+            x->damage = "the bytes of a message that nobody has asked for";
+    }
+}
+
+/* Whether the next prefix begins the bytes of a message that another thread of this rank has asked for.
+   That thread reads them, since they go to its array. */
+static int is_of_another(const struct exchange *x, struct end *e)
+{
+    int64_t words[PREFIX];
+    if (e->flow.asking == (x->asked != 0))
+        return 0;
+    memcpy(words, e->stream.ahead + e->stream.begin, sizeof words);
+    return words[1] == CONTROL_TAG && words[2] < 0 && words[2] != -x->asked
+           && flow_asked(e, words[2], 0) == NULL;
 }
 
 /* Reads the prefix that is next, and begins to keep its message if it has another tag. */
@@ -115,20 +240,41 @@ static void read_prefix(struct exchange *x, struct end *e, int64_t tag, size_t *
     x->address = carrier == &rings ? (const char *)(intptr_t)words[2] : NULL;
     x->end = e->position + (*length + 7) / 8 * 8;
     struct posted *owner = NULL;
+    size_t weight = flow_weight(x->messages, words[1], *length);
     if (*length >= NO_LENGTH) {
         x->damage = "a message of an impossible length";
+    } else if (words[1] == CONTROL_TAG && carrier->has_window) {
+        read_control(x, e, words);
+    } else if (weight > 0 && words[2] > 0) {
+        read_announced(x, e, tag, words);
     } else if ((owner = post_match(x->messages, x->from, words[1])) == NULL && words[1] == tag
                && !is_foreign(x, words[2])) {
         x->matched = 1;
+        e->flow.freed += weight;
     } else if (x->differs && *length > MARKED_BYTES) {
         x->damage = "a call with a piece of an impossible length";
     } else if ((e->unfinished = kept_new(words[1], words[2], *length, owner)) != NULL) {
         x->differs = 0; /* once it is there, it is found among the kept messages, and dropped */
         e->done = 0;
+        e->unfinished->weight = owner == NULL ? weight : 0;
+        e->flow.freed += owner == NULL ? 0 : weight;
     } else {
         x->damage = NO_MEMORY;
         if (owner != NULL)
             post_end(x->messages, owner, NO_MEMORY);
+    }
+}
+
+/* Has an announced message sent that the caller receives once its own message has left. Otherwise two
+   ranks that do so would wait for each other. */
+static void fetch_for_later(const struct exchange *x, struct end *e)
+{
+    for (int payload = 0; payload < 2; payload++) {
+        struct kept **at = &e->kept;
+        while (*at != NULL && (*at)->tag != x->tag + payload * PAYLOAD_TAG)
+            at = &(*at)->next;
+        if (*at != NULL)
+            flow_fetch(x->messages, x->from, at);
     }
 }
 
@@ -148,7 +294,7 @@ static void match(struct exchange *x, int rank, int64_t tag)
         return;
     x->from = rank;
     post_deliver(x->messages, rank);
-    while (!x->matched && !x->differs && !x->damage) {
+    while (!x->matched && !x->differs && !x->damage && (x->asked == 0 || tag == NO_TAG)) {
         struct kept *complete = e->unfinished;
         if (complete != NULL) {
             if (!carrier->read(x, e, complete->bytes, complete->nbytes, &e->done))
@@ -159,7 +305,11 @@ static void match(struct exchange *x, int rank, int64_t tag)
         struct kept **at = &e->kept, *before = NULL;
         for (; *at != NULL && (*at)->tag != tag; at = &before->next)
             before = *at;
-        if (*at != NULL) {
+        int coming = *at != NULL && (*at)->coming; /* then it is the next one, but not complete */
+        if (*at != NULL && (*at)->number != 0 && !coming) {
+            ask(x, (*at)->number, (*at)->nbytes);
+            free(kept_unlink(e, at, before));
+        } else if (*at != NULL && !coming) {
             length = (*at)->nbytes;
             if (is_foreign(x, (*at)->mark)) {
                 free(kept_unlink(e, at, before));
@@ -176,10 +326,14 @@ static void match(struct exchange *x, int rank, int64_t tag)
         } else if (!carrier->has(x, e, 8 * PREFIX)) {
             x->ended = e->stream.over;
             break;
+        } else if (is_of_another(x, e)) {
+            break;
         } else {
-            read_prefix(x, e, tag, &length);
+            read_prefix(x, e, coming ? NO_TAG : tag, &length);
         }
     }
+    if (x->pending & SENDING && (x->draining || x->misfit))
+        fetch_for_later(x, e);
     if (x->matched && length != wanted)
         x->damage = "a message of another length than the receiver expects";
     if (!x->matched || x->found != NULL)
@@ -212,6 +366,7 @@ static int receive_matched(struct exchange *x)
         end_leave(x->messages, e);
     }
     x->matched = 0;
+    x->asked = 0;
     return 1;
 }
 
@@ -222,21 +377,25 @@ static int receive_matched(struct exchange *x)
 static void search(struct exchange *x)
 {
     int *served = &x->messages->served[(uint64_t)x->tag % TURNS], number = x->last - x->first + 1;
-    int start = number > 1 ? __atomic_load_n(served, __ATOMIC_RELAXED) + 1 : 0;
+    int start = number > 1 ? __atomic_load_n(served, __ATOMIC_RELAXED) + 1 : 0, first = x->first;
     for (int i = 0; i < number && !x->matched && !x->misfit && !x->differs && !x->damage; i++) {
-        int rank = x->first + (start + i) % number;
+        int rank = first + (start + i) % number;
         if (rank != x->messages->rank)
             match(x, rank, x->tag);
+        if (x->asked != 0)
+            break;
     }
-    if (x->matched && number > 1)
-        __atomic_store_n(served, x->from - x->first, __ATOMIC_RELAXED);
+    if ((x->matched || x->asked != 0) && number > 1)
+        __atomic_store_n(served, x->from - first, __ATOMIC_RELAXED);
 }
 
 static void receive_step(struct exchange *x)
 {
     while (x->pending & RECEIVING && !x->damage) {
-        if (!x->matched)
+        if (!x->matched && x->asked == 0)
             search(x);
+        if (!x->matched && x->asked != 0)
+            match(x, x->first, NO_TAG);
         if (x->damage
             || (!x->misfit && !x->differs && (!x->matched || !receive_matched(x))))
             return;
@@ -267,7 +426,17 @@ static void wake_peers(const struct exchange *x, int pending)
         wake((uint32_t *)(m->asleep + (size_t)x->from * m->apart));
 }
 
-int messages_drain(struct messages *m, int rank, int draining)
+/* Whether a send reads what its receiver sends, while it waits: for a grant, or for room in the socket.
+   The receiver may wait for the same. Its messages are within its own window. */
+static int drains(const struct exchange *x)
+{
+    int receives = x->pending & RECEIVING
+                   && (x->matched ? x->from == x->to : x->first <= x->to && x->to <= x->last);
+    return x->pending & SENDING && x->weight > 0 && !x->queued && !receives;
+}
+
+/* Does what messages_drain does; sets the exchange's damage if the rank has sent wrong data. */
+static int drain(struct messages *m, int rank, int draining, struct exchange *for_send)
 {
     struct exchange x;
     exchange_begin(&x, m);
@@ -278,7 +447,16 @@ int messages_drain(struct messages *m, int rank, int draining)
         wake_peers(&x, 0);
     if (x.damage || x.ended)
         post_fail(m, rank, x.damage ? x.damage : STREAM_ENDED);
+    if (for_send != NULL && x.damage) {
+        for_send->damage = x.damage;
+        for_send->from = rank;
+    }
     return x.moved != 0;
+}
+
+int messages_drain(struct messages *m, int rank, int draining)
+{
+    return drain(m, rank, draining, NULL);
 }
 
 int exchange_step(struct exchange *x)
@@ -287,9 +465,13 @@ int exchange_step(struct exchange *x)
     int pending = x->pending;
     if (x->damage)
         return 0;
+    if (__atomic_load_n(&x->messages->due, __ATOMIC_RELAXED))
+        flow_flush_all(x->messages);
     if (x->pending & SENDING)
         send_step(x);
-    if (x->pending & RECEIVING)
+    if (drains(x))
+        x->moved += (uint64_t)drain(x->messages, x->to, 1, x);
+    if (x->pending & RECEIVING && !x->damage)
         receive_step(x);
     else if (x->pending && (x->draining || x->misfit) && !x->damage)
         match(x, x->first, NO_TAG);
@@ -316,6 +498,7 @@ void exchange_send(struct exchange *x, int to, int64_t tag, const void *bytes, s
 {
     int inlined = words != NULL && nbytes <= HEAD_ROOM;
     int64_t *w = x->words;
+    x->weight = flow_weight(x->messages, tag, inlined ? HEAD_BYTES : nbytes);
     x->pending |= SENDING;
     x->to = to;
     x->ahead = x->messages->capacity;
@@ -329,7 +512,7 @@ void exchange_send(struct exchange *x, int to, int64_t tag, const void *bytes, s
         w += PREFIX + HEAD_WORDS;
     }
     if (!inlined) {
-        x->claimable = claimable && nbytes >= CLAIMED_BYTES;
+        x->claimable = claimable && nbytes >= CLAIMED_BYTES && !x->messages->carrier->has_window;
         if (x->claimable && x->messages->carrier == &rings
             && ring_fetches(&x->messages->out[to].ring, nbytes))
             /* The receiver fetches such a message at once; see go_on() in messages_type.c. */
@@ -337,10 +520,12 @@ void exchange_send(struct exchange *x, int to, int64_t tag, const void *bytes, s
         w[0] = (int64_t)nbytes;
         w[1] = tag + (words != NULL ? PAYLOAD_TAG : 0);
         w[2] = x->claimable ? (int64_t)(intptr_t)bytes : 0;
+        x->lead = x->count;
         add(x, w, 8 * PREFIX);
     }
     add(x, bytes, nbytes);
     add(x, NULL, inlined ? HEAD_ROOM - nbytes : -nbytes % x->messages->carrier->unit);
+    x->total = x->count;
     for (int i = 0; i < x->count; i++)
         x->stop += x->pieces[i].nbytes;
 }
@@ -363,8 +548,9 @@ void exchange_mark(struct exchange *x, int64_t sent, int64_t received)
     x->mark = received;
 }
 
-void exchange_drain(struct exchange *x, int source)
+void exchange_drain(struct exchange *x, int source, int64_t tag)
 {
+    x->tag = tag;
     x->first = x->last = source;
     x->draining = 1;
 }
@@ -373,7 +559,10 @@ void messages_clear(struct messages *messages)
 {
     for (int rank = 0; rank < messages->size; rank++) {
         struct end *e = &messages->in[rank];
-        free(e->unfinished);
+        if (e->unfinished != NULL && !e->unfinished->coming) /* otherwise it is among the kept ones */
+            free(e->unfinished);
+        flow_clear(&e->flow);
+        flow_clear(&messages->out[rank].flow);
         for (struct kept *each = e->kept, *next; each != NULL; each = next) {
             next = each->next;
             free(each);

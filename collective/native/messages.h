@@ -15,6 +15,11 @@ enum { PREFIX = 3 };
 /* Number of tags, modulo this number, whose last sources are remembered for receives from any. */
 enum { TURNS = 64 };
 
+/* The tag of all messages of collective calls, as in collective/algorithms/messages.py; and the tag of
+   control frames over streams, below every valid tag. */
+#define COLLECTIVE_TAG (-1)
+#define CONTROL_TAG INT64_MIN
+
 struct exchange;
 struct posted;
 
@@ -23,9 +28,11 @@ struct posted;
 struct kept {
     struct kept *next;
     int64_t tag, mark;
-    size_t nbytes;
-    struct posted *owner; /* the receive that the message is for, or NULL */
-    char *bytes;          /* behind the struct; or the owner's memory */
+    size_t nbytes, weight; /* weight: bytes that the sender gets as a credit when a receive takes it */
+    int64_t number;        /* of an announced message, whose bytes are not here; otherwise 0 */
+    int coming;            /* whether its bytes have been asked for */
+    struct posted *owner;  /* the receive that the message is for, or NULL */
+    char *bytes;           /* behind the struct; or the owner's memory */
 };
 
 /* What the receiver has measured with long messages of similar lengths. */
@@ -55,8 +62,30 @@ struct stream {
     size_t begin, end; /* of these bytes */
 };
 
+/* Bytes of a peer's messages that a rank keeps, besides those of the running collective call; see
+   flow.c. It is about as much as the buffers of the two sockets hold. The tests set another number. */
+#ifndef WINDOW_BYTES
+#define WINDOW_BYTES ((size_t)4 << 20)
+#endif
+
+/* streams.c: flow control of one direction; see flow.c. */
+struct flow {
+    /* Of messages from a peer, for the owner of the end: */
+    size_t freed;       /* bytes of taken messages that have not been returned as credits */
+    int asking;         /* number of exchanges that wait for the bytes of an announced message */
+    struct kept *asked, *asked_last; /* messages whose bytes posted receives wait for, in order */
+    /* Of messages to a peer: */
+    size_t bytes;       /* bytes that have been sent and not been returned */
+    int64_t last;       /* number of the last announced message */
+    int lock;           /* of the next two lines */
+    int announced, grants, places; /* numbers of messages that are announced; of these granted; room */
+    int64_t *numbers;   /* of the granted messages, in order */
+    char *frames;       /* control frames */
+    size_t begin, due, room; /* the part of these bytes that has not left; their room */
+};
+
 /* One direction between this rank and a peer. The exchange that has taken it owns all fields but the
-   shared words. */
+   shared words, and those of the flow that have a lock. */
 struct end {
     int taken, keeps;        /* whether an exchange owns it; whether it has kept messages */
     struct kept *kept, *last; /* messages that no receiver has asked for yet, in order */
@@ -64,16 +93,19 @@ struct end {
     int wanted;              /* number of receives in flight that name this rank or have matched it */
     uint64_t scanned;        /* number of the last posted receive that has looked at those kept */
     struct outgoing *queue, *queue_last; /* posted sends that have not left yet, in order */
+    struct outgoing *announced, *announced_last; /* those that are announced, and not granted yet */
     int flushing;            /* whether a thread has taken the queue */
     size_t done;             /* bytes of unfinished that have been read */
     uint64_t position;       /* bytes passed, also those of a ring that are not announced yet */
     struct ring ring;
     struct stream stream;
+    struct flow flow;
 };
 
 /* How bytes move. No function waits. Those that read return what they could do at once. */
 struct carrier {
-    size_t unit; /* messages are padded to a multiple of this many bytes */
+    size_t unit;    /* messages are padded to a multiple of this many bytes */
+    int has_window; /* whether flow.c bounds what is kept; otherwise the other end stops the sender */
     /* Whether there may be something new to read. Runs without ownership of the end. */
     int (*may_have)(const struct end *);
     /* Whether the next nbytes, at most a prefix, are there. */
@@ -101,6 +133,7 @@ struct messages {
     int wild;              /* number of receives that wait and name no rank */
     int queued, turn;      /* number of sends in the queues; rank at which the next look begins */
     size_t copied;         /* bytes of the copies in the queues */
+    size_t due;            /* bytes of control frames that have not left */
     /* Rings: */
     size_t capacity; /* of a ring, a multiple of 8 */
     uint32_t *sleepers;    /* number of ranks that nap, or NULL if ranks never nap */
@@ -131,8 +164,14 @@ struct exchange {
     int queued;         /* whether it is in a queue of posted sends */
 
     int to, holds, at, count; /* holds: whether it has taken the end; at: the current piece */
+    int begun;                /* whether it has begun to send since it took the end */
     struct piece pieces[5];
     int64_t words[2 * PREFIX + HEAD_WORDS];
+    size_t weight;      /* that the message takes of the window; 0 if it needs no window */
+    int64_t number;     /* of the announced message; 0 if its bytes follow at once */
+    int granted;        /* whether the receiver wants its bytes */
+    int lead, total;    /* the piece that begins with its prefix; number of all pieces */
+    size_t lead_bytes;  /* of that piece */
     int claimable;  /* whether the receiver may fetch the message from this rank's memory */
     size_t ahead;   /* bytes by which the sender may be ahead of the receiver */
     uint64_t stop;  /* position at which the sent message ends */
@@ -153,6 +192,7 @@ struct exchange {
     int fetches, fetched;   /* whether it is to be fetched at once; whether it has been fetched */
     int64_t mark;           /* the mark that the received message must have; 0 for any */
     int differs;            /* whether it had another, and has been dropped */
+    int64_t asked;          /* number of the announced message whose bytes it waits for, or 0 */
     char head[HEAD_BYTES];
 };
 
@@ -170,8 +210,8 @@ void exchange_recv(struct exchange *x, int first, int last, int64_t tag, void *b
 /* Marks the message that is sent, and says which mark the received one must have (streams). */
 void exchange_mark(struct exchange *x, int64_t sent, int64_t received);
 /* Makes an exchange drain what a source sends while it sends: the messages are kept for other
-   receivers, so that the source can go on. */
-void exchange_drain(struct exchange *x, int source);
+   receivers, so that the source can go on. The caller receives one of this tag afterwards. */
+void exchange_drain(struct exchange *x, int source, int64_t tag);
 
 /* Does all that is possible without waiting; returns whether any bytes have moved. */
 int exchange_step(struct exchange *x);
@@ -265,7 +305,7 @@ int post_flush(struct messages *m, int to);
 /* For posted.c. Takes an end, if it is free; leaves it. Makes a kept message, or returns NULL; appends
    it to those of an end; takes the one at *at out of them. Reads what a rank has sent. */
 int end_take(struct end *e);
-void end_leave(const struct messages *m, struct end *e);
+void end_leave(struct messages *m, struct end *e);
 struct kept *kept_new(int64_t tag, int64_t mark, size_t nbytes, struct posted *owner);
 void kept_add(struct end *e, struct kept *message);
 struct kept *kept_unlink(struct end *e, struct kept **at, struct kept *before);
@@ -273,6 +313,46 @@ int messages_drain(struct messages *m, int rank, int draining);
 
 /* Frees the messages that have been kept. */
 void messages_clear(struct messages *messages);
+
+/* Whether a part of a message has moved, or an announced one may come at any time. */
+static inline int exchange_is_partial(const struct exchange *x)
+{
+    return x->pending && (x->holds || x->matched || x->number != 0 || x->asked != 0);
+}
+
+/* Whether the send of an exchange waits for a grant. */
+static inline int exchange_waits(const struct exchange *x)
+{
+    return x->pending & SENDING && x->number != 0 && !x->granted && !x->holds;
+}
+
+/* -- flow.c: bounds what a rank keeps of a peer's messages, over streams -------------------------- */
+
+/* Returns the bytes that a message takes of the window; 0 if it needs no window. */
+size_t flow_weight(const struct messages *m, int64_t tag, size_t nbytes);
+/* For the owner of an end to a peer. Takes room in the window for a message, and for the head before
+   it; returns 0, or the number under which the message must be announced. Sends the control frames that
+   are due; returns whether all have left. */
+int64_t flow_begin(struct messages *m, struct end *e, size_t weight, int headed);
+int flow_is_full(const struct end *e, size_t weight);
+int flow_flush(struct messages *m, struct end *e);
+/* Takes a grant; returns whether there was one. Any thread may call it. */
+int flow_granted(struct end *e, int64_t number);
+/* Sends the control frames to all ranks whose ends are free. */
+void flow_flush_all(struct messages *m);
+/* For the owner of an end from a peer. Returns what was taken as a credit. Grants a message; returns
+   whether there was memory. Has the bytes of the message at *at sent if it is only announced, so that it
+   is kept like any other one. Adds a message that has been granted to those that come for posted receives.
+   Returns the message whose bytes follow by the third word of their prefix, or NULL; with take it is among
+   those no more. */
+void flow_return(struct messages *m, struct end *e);
+int flow_grant(struct messages *m, int rank, int64_t number);
+void flow_fetch(struct messages *m, int rank, struct kept **at);
+void flow_expect(struct end *e, struct kept *message);
+struct kept *flow_asked(struct end *e, int64_t meaning, int take);
+/* Notes a control frame that came; returns a text if it is wrong, else NULL. */
+const char *flow_note(struct messages *m, int rank, const int64_t *words);
+void flow_clear(struct flow *f);
 
 static inline size_t smaller(size_t a, size_t b)
 {

@@ -16,6 +16,9 @@
 #define LONGEST_NS INT64_C(50000000)
 /* If sched_yield takes longer than this, another thread has run on this processor. */
 #define TURN_NS INT64_C(2000)
+/* Time without progress after which a rank sleeps at its sockets if it shares its processor. To yield costs
+   a turn of the scheduler, and the kernel wakes a rank that sleeps before such a turn is over. */
+#define SHARED_NS INT64_C(5000)
 /* A message of at least this many bytes takes longer than releasing the interpreter lock. */
 #define LONG_BYTES (32 << 10)
 
@@ -64,18 +67,20 @@ static void go_on(Call *call)
             exchange_choose(x, now);
         if (x->fetches && exchange_claim(x))
             break;
-        if (x->messages->carrier == &streams && now - moved > call->over->idle_ns
-            && now - start < LONGEST_NS) {
+        int streamed = x->messages->carrier == &streams;
+        int64_t idle_ns = streamed && shared ? SHARED_NS : call->over->idle_ns;
+        if (streamed && now - moved > idle_ns && now - start < LONGEST_NS) {
             /* The kernel wakes this thread, also if the communicator breaks: Python is needed only
                in a long wait. */
             exchange_sleep(x, 1e-9 * (double)(start + LONGEST_NS - now));
             moved = now_ns();
             continue;
         }
-        if (now - moved > call->over->idle_ns || now - start > LONGEST_NS
+        if (now - moved > idle_ns || now - start > LONGEST_NS
             || ((shared ? idle == looks : idle == 2 * looks) && exchange_claim(x)))
             break;
         if (idle) {
+            now = now_ns();
             sched_yield();
             shared |= now_ns() - now > TURN_NS;
         }
@@ -149,7 +154,7 @@ static PyObject *advance(PyObject *capsule, PyObject *args)
         if (fetch(call) < 0)
             return NULL;
     }
-    int partial = x->pending && (x->holds || x->matched) ? PARTIAL : 0;
+    int partial = exchange_is_partial(x) ? PARTIAL : 0;
     return PyLong_FromLong(x->pending | partial);
 }
 
@@ -265,7 +270,7 @@ static int begin(Call *call, struct arrays *arrays, PyObject *const *args)
         exchange_recv(x, source < 0 ? 0 : (int)source, source < 0 ? m->size - 1 : (int)source, tag,
                       dst->address, dst->nbytes, heads ? head_of(dst, arrays->fitting) : NULL);
     else if (source >= 0)
-        exchange_drain(x, (int)source);
+        exchange_drain(x, (int)source, tag);
     return 1;
 }
 

@@ -94,6 +94,19 @@ static struct posted *take_posted(struct messages *m, int rank, int64_t tag, uin
     return p;
 }
 
+/* Has the bytes of an announced message sent to its receive. */
+static void ask(struct messages *m, int rank, struct posted *p, const struct kept *announced)
+{
+    struct kept *message = kept_new(announced->tag, 0, announced->nbytes, p);
+    if (message == NULL || !flow_grant(m, rank, announced->number)) {
+        free(message);
+        post_end(m, p, NO_MEMORY);
+        return;
+    }
+    message->number = announced->number;
+    flow_expect(&m->in[rank], message);
+}
+
 /* Ends the receive of a complete message. */
 static void give(struct messages *m, struct kept *message)
 {
@@ -138,18 +151,32 @@ void post_deliver(struct messages *m, int rank)
         }
         struct kept *message = kept_unlink(e, at, last);
         message->owner = p;
-        give(m, message);
+        if (message->number == 0) {
+            give(m, message);
+        } else if (!message->coming) {
+            ask(m, rank, p, message);
+            free(message);
+        } else {
+            message->coming = 0;
+            if (message != e->unfinished) /* otherwise its bytes are being read */
+                flow_expect(e, message);
+        }
     }
 }
 
 void post_keep(struct messages *m, int rank, struct kept *message)
 {
-    if (message->owner == NULL)
+    int coming = message->coming;
+    message->coming = 0;
+    message->number = 0;
+    if (message->owner == NULL && !coming)
         message->owner = post_match(m, rank, message->tag);
-    if (message->owner != NULL)
+    if (message->owner != NULL) {
+        m->in[rank].flow.freed += message->weight;
         give(m, message);
-    else
+    } else if (!coming) { /* otherwise it is in the list already */
         kept_add(&m->in[rank], message);
+    }
 }
 
 int post_wants(struct messages *m, int rank)
@@ -160,16 +187,53 @@ int post_wants(struct messages *m, int rank)
 
 /* -- sending --------------------------------------------------------------------------------- */
 
-static void pop(struct messages *m, struct end *e, const char *damage)
+/* Takes the first send out of a queue, or of the announced ones. */
+static struct outgoing *unlink_first(struct outgoing **queue)
 {
-    struct outgoing *first = e->queue;
-    __atomic_store_n(&e->queue, first->next, __ATOMIC_RELEASE);
+    struct outgoing *first = *queue;
+    __atomic_store_n(queue, first->next, __ATOMIC_RELEASE);
+    return first;
+}
+
+static void end_send(struct messages *m, struct outgoing *o, const char *damage)
+{
     __atomic_sub_fetch(&m->queued, 1, __ATOMIC_RELAXED);
-    __atomic_sub_fetch(&m->copied, first->copied, __ATOMIC_RELAXED);
-    if (first->posted != NULL)
-        post_end(m, first->posted, damage);
-    free(first->copy);
-    free(first);
+    __atomic_sub_fetch(&m->copied, o->copied, __ATOMIC_RELAXED);
+    if (o->posted != NULL)
+        post_end(m, o->posted, damage);
+    free(o->copy);
+    free(o);
+}
+
+static void append(struct outgoing **queue, struct outgoing **last, struct outgoing *o)
+{
+    o->next = NULL;
+    __atomic_store_n(*queue != NULL ? &(*last)->next : queue, o, __ATOMIC_RELEASE);
+    *last = o;
+}
+
+/* Ends all sends to a rank. */
+static void end_sends(struct messages *m, struct end *e, const char *damage)
+{
+    while (e->queue != NULL)
+        end_send(m, unlink_first(&e->queue), damage);
+    while (e->announced != NULL)
+        end_send(m, unlink_first(&e->announced), damage);
+}
+
+/* Puts the granted sends behind the queue. */
+static void queue_granted(struct end *e)
+{
+    struct outgoing **at = &e->announced, *before = NULL, *o;
+    while ((o = *at) != NULL && __atomic_load_n(&e->flow.grants, __ATOMIC_RELAXED)) {
+        if (!(o->exchange.granted = flow_granted(e, o->exchange.number))) {
+            before = o;
+            at = &o->next;
+            continue;
+        }
+        e->announced_last = e->announced_last == o ? before : e->announced_last;
+        append(&e->queue, &e->queue_last, unlink_first(at));
+    }
 }
 
 /* Sends what can be sent of a queue that the caller has taken. */
@@ -177,19 +241,23 @@ static int flush(struct messages *m, int to)
 {
     struct end *e = &m->out[to];
     int moved = 0;
+    if (e->announced != NULL)
+        queue_granted(e);
     while (e->queue != NULL) {
         struct exchange *x = &e->queue->exchange;
-        const char *damage = x->damage;
         moved |= exchange_step(x);
-        if ((damage = x->damage) != NULL) {
-            while (e->queue != NULL)
-                pop(m, e, damage);
+        if (x->damage != NULL) {
+            end_sends(m, e, x->damage);
+        } else if (exchange_waits(x)) { /* others may go before it: the announcement has its place */
+            append(&e->announced, &e->announced_last, unlink_first(&e->queue));
         } else if (x->pending) {
             break;
         } else {
-            pop(m, e, NULL);
+            end_send(m, unlink_first(&e->queue), NULL);
         }
     }
+    if (e->announced != NULL && __atomic_load_n(&m->in[to].stream.over, __ATOMIC_RELAXED))
+        end_sends(m, e, STREAM_ENDED);
     return moved;
 }
 
@@ -234,7 +302,7 @@ static void detach(struct messages *m, struct outgoing *o, const char *bytes, si
         return;
     if (nbytes)
         copy(o->copy, bytes, nbytes);
-    for (int i = o->exchange.at; i < o->exchange.count; i++) {
+    for (int i = o->exchange.at; i < o->exchange.total; i++) {
         struct piece *piece = &o->exchange.pieces[i];
         if (piece->bytes >= bytes && piece->bytes < bytes + nbytes)
             piece->bytes = o->copy + (piece->bytes - bytes);
@@ -254,7 +322,6 @@ int post_send(struct messages *m, struct posted *p, const void *bytes, size_t nb
     struct outgoing *o = malloc(sizeof *o);
     if (o == NULL)
         return -1;
-    o->next = NULL;
     o->posted = p;
     o->copy = NULL;
     o->copied = 0;
@@ -264,13 +331,9 @@ int post_send(struct messages *m, struct posted *p, const void *bytes, size_t nb
     while (__atomic_exchange_n(&e->flushing, 1, __ATOMIC_ACQUIRE))
         sched_yield();
     __atomic_add_fetch(&m->queued, 1, __ATOMIC_RELAXED);
-    if (e->queue != NULL)
-        e->queue_last->next = o;
-    else
-        __atomic_store_n(&e->queue, o, __ATOMIC_RELEASE);
-    e->queue_last = o;
+    append(&e->queue, &e->queue_last, o);
     flush(m, p->to);
-    if (e->queue != NULL)
+    if (__atomic_load_n(&p->state, __ATOMIC_RELAXED) == PENDING)
         detach(m, o, bytes, nbytes);
     __atomic_store_n(&e->flushing, 0, __ATOMIC_RELEASE);
     return 0;
@@ -296,7 +359,9 @@ int messages_progress(struct messages *m)
 {
     int moved = 0, queued = __atomic_load_n(&m->queued, __ATOMIC_RELAXED), start = __atomic_load_n(&m->turn, __ATOMIC_RELAXED);
     for (int to = 0; to < m->size && queued; to++)
-        if (__atomic_load_n(&m->out[to].queue, __ATOMIC_RELAXED) != NULL)
+        if (__atomic_load_n(&m->out[to].announced, __ATOMIC_RELAXED) != NULL)
+            moved |= drain(m, to, 1) | post_flush(m, to);
+        else if (__atomic_load_n(&m->out[to].queue, __ATOMIC_RELAXED) != NULL)
             moved |= post_flush(m, to);
     for (int i = 0; i < m->size; i++) {
         int rank = (start + i) % m->size;
@@ -346,6 +411,10 @@ int post_find(struct messages *m, struct posted *p, int take)
         struct kept **at = &e->kept, *before = NULL, *found;
         for (; (found = *at) != NULL && (found->tag & p->mask) != p->tag; at = &before->next)
             before = found;
+        if (found != NULL && take && found->number != 0) {
+            flow_fetch(m, rank, at);
+            found = NULL; /* it may be taken once it is complete */
+        }
         if (found != NULL) {
             if (p->source < 0 && take)
                 __atomic_store_n(&m->turn, (rank + 1) % m->size, __ATOMIC_RELAXED);
@@ -401,8 +470,7 @@ void post_close(struct messages *m)
         struct end *in = &m->in[rank], *out = &m->out[rank];
         while (__atomic_exchange_n(&out->flushing, 1, __ATOMIC_ACQUIRE))
             sched_yield();
-        while (out->queue != NULL)
-            pop(m, out, CLOSED);
+        end_sends(m, out, CLOSED);
         __atomic_store_n(&out->flushing, 0, __ATOMIC_RELEASE);
         /* Another thread may own the end until it notices. Then it ends the receive. */
         if (!end_take(in))
@@ -411,6 +479,11 @@ void post_close(struct messages *m)
             post_end(m, in->unfinished->owner, CLOSED);
             free(in->unfinished);
             in->unfinished = NULL;
+        }
+        for (struct kept *each = in->flow.asked; each != NULL; each = in->flow.asked) {
+            post_end(m, each->owner, CLOSED);
+            in->flow.asked = each->next;
+            free(each);
         }
         end_leave(m, in);
     }

@@ -17,8 +17,6 @@
 
 /* Scratch memory of up to this length is kept for the next call. */
 #define KEPT_BYTES ((size_t)4 << 20)
-/* The tag of all messages of collective calls, as in collective/algorithms/messages.py. */
-#define COLLECTIVE_TAG (-1)
 
 /* The same numbers as in collective/algorithms/schedules.py. */
 enum kind { EXCHANGE, COPY, FOLD, DIVIDE, INSIDE };

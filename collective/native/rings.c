@@ -232,4 +232,4 @@ void exchange_timed(struct exchange *x, int64_t now)
         __atomic_store_n(r->claim + 1, bits ^ bit, __ATOMIC_RELAXED);
 }
 
-const struct carrier rings = {8, may_have, has, read_bytes, send_pieces, announce_end};
+const struct carrier rings = {8, 0, may_have, has, read_bytes, send_pieces, announce_end};

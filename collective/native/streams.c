@@ -24,8 +24,10 @@
    are sent again: 200 exchanges of 4 MiB sent 1,071 packets twice with 128 KiB a call, 2,512 with 256,
    6,268 with 512 and 12,924 with 1 MiB, and took 1.2, 0.9, 1.7 and 2.0 ms each. One direction of 16 MiB
    took 3.0 ms with 256 KiB, 2.4 with 512 and 6.5 with 1 MiB. */
+#ifndef BOTH_BYTES
 #define BOTH_BYTES ((size_t)256 << 10)
 #define ONE_BYTES ((size_t)512 << 10)
+#endif
 
 static size_t call_bytes(const struct exchange *x)
 {
@@ -143,15 +145,21 @@ static void announce(struct end *e)
 void exchange_sleep(struct exchange *x, double seconds)
 {
     struct messages *m = x->messages;
-    struct pollfd *sockets = malloc((size_t)(3 * m->size + 1) * sizeof *sockets);
+    struct pollfd *sockets = malloc((size_t)(4 * m->size + 3) * sizeof *sockets);
     nfds_t count = 0;
     /* Another thread may read this message and keep it, or may own an end. Neither wakes this
        thread, so it looks again soon. */
     int alone = __atomic_add_fetch(&m->callers, 1, __ATOMIC_RELAXED) == 1;
     if (x->pending & SENDING) {
-        alone &= x->holds;
+        int waits = exchange_waits(x);
+        alone &= x->holds || waits;
         if (x->holds && sockets != NULL)
             sockets[count++] = (struct pollfd){m->out[x->to].stream.fd, POLLOUT, 0};
+        struct end *in = &m->in[x->to];
+        int reads = x->weight > 0 && !in->stream.over, owned = __atomic_load_n(&in->taken, __ATOMIC_RELAXED);
+        alone &= !(reads && owned);
+        if (reads && !owned && sockets != NULL)
+            sockets[count++] = (struct pollfd){in->stream.fd, POLLIN, 0};
     }
     if (x->pending & RECEIVING || x->draining || x->misfit) {
         int first = x->matched ? x->from : x->first, last = x->matched ? x->from : x->last;
@@ -168,9 +176,11 @@ void exchange_sleep(struct exchange *x, double seconds)
     for (int rank = 0; rank < m->size && sockets != NULL; rank++) {
         if (rank == m->rank)
             continue;
-        if (post_wants(m, rank) && !m->in[rank].stream.over)
+        if ((post_wants(m, rank) || __atomic_load_n(&m->out[rank].announced, __ATOMIC_RELAXED) != NULL)
+            && !m->in[rank].stream.over)
             sockets[count++] = (struct pollfd){m->in[rank].stream.fd, POLLIN, 0};
-        if (__atomic_load_n(&m->out[rank].queue, __ATOMIC_RELAXED) != NULL)
+        if (__atomic_load_n(&m->out[rank].queue, __ATOMIC_RELAXED) != NULL
+            || __atomic_load_n(&m->out[rank].flow.due, __ATOMIC_RELAXED))
             sockets[count++] = (struct pollfd){m->out[rank].stream.fd, POLLOUT, 0};
     }
     double most = alone && sockets != NULL ? seconds : seconds < 1e-3 ? seconds : 1e-3;
@@ -179,4 +189,4 @@ void exchange_sleep(struct exchange *x, double seconds)
     free(sockets);
 }
 
-const struct carrier streams = {1, may_have, has, read_bytes, send_pieces, announce};
+const struct carrier streams = {1, 1, may_have, has, read_bytes, send_pieces, announce};

@@ -71,6 +71,7 @@ static void run(struct exchange *x, int call)
                 memcpy(x->bytes + x->done, x->address + x->done, rest);
                 exchange_fetched(x);
             }
+            messages_progress(x->messages);
             sched_yield();
         }
         check(x->damage == NULL, x->damage, call, x->messages->rank, x->nbytes);
@@ -150,7 +151,7 @@ static void one_call(struct messages *m, int lane, int call, size_t nbytes, int 
     exchange_begin(&x, m);
     exchange_send(&x, right, lane, src, nbytes, heads ? words : NULL, call % 3);
     if (drains)
-        exchange_drain(&x, left);
+        exchange_drain(&x, left, lane);
     else
         exchange_recv(&x, any && !misfits ? 0 : left, any && !misfits ? ranks - 1 : left, lane, out,
                       nbytes, misfits ? other : heads ? words : NULL);

@@ -34,7 +34,7 @@ DIGEST, LOCATION, LAST_CALL, DESCRIBED, POSTED, FOLDED, READ = 1, 8, 34, 39, 40,
     ("program", "ranks", "areas"),
     [
         ("shared", "2 3 5", "1024 4096"),
-        ("messages", "2 3", "4096"),
+        ("messages", "2 3", "0 4096"),
         ("claims", "2 3", "1024 4096"),
         ("xla", "2 3", "64 4096"),
     ],

@@ -47,7 +47,7 @@ SLOW = """
     meta/broken_transports tools/doctor backends/faults
     tools/parity_faults launch/several_hosts system/packaging system/hosts system/gpu_suite
     launch/clusters
-    system/training_examples adapters/chainer/transports system/examples
+    system/training_examples adapters/chainer/transports system/examples backends/tcp/flow
     backends/tcp/conformance backends/mpi/transport tools/bench_command adapters/torch/transports
     contract/forking adapters/torch/plugin_programs adapters/torch/shards_elastic
     elastic/shard_training
