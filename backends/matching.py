@@ -8,18 +8,19 @@ A message whose tag no receiver has asked for yet must not block the messages be
 receiver takes all messages off the stream up to its own, and keeps them for later receivers. Nobody
 takes messages off a stream in which no receiver waits, so a sender that is too fast has to wait.
 
-A message in flight is an iterator. Each step does all that is possible without waiting. If the
-message must wait, the step yields the ranks whose streams it waits for. The sequence is empty if it
-waits for another thread of this rank, which is in the middle of a message on the same stream.
+Every send and every receive is posted. A call that waits for its message posts it, and then moves
+all that is in flight until the message is there. A message that leaves or arrives is an iterator,
+whose steps do all that is possible without waiting.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
@@ -87,10 +88,10 @@ def bytes_of(memory: Any) -> Array:
 
 
 class StreamLock:
-    """Lock of one stream, held by the thread that is in the middle of a message there.
+    """Lock of the stream from a peer, held by the thread that reads there.
 
-    A call that fails in the middle keeps the lock, since the next bytes of the stream are no
-    prefix.
+    A call that gives up in the middle of a message keeps the lock, since the next bytes of the
+    stream are no prefix.
     """
 
     __slots__ = ("_lock", "_wanted")
@@ -121,10 +122,9 @@ class Carrier(Protocol):
     """The streams to and from one peer.
 
     Attributes:
-        sending, receiving: locks of the two streams.
+        receiving: lock of the stream from the peer. The stream to it belongs to the engine's queue.
     """
 
-    sending: StreamLock
     receiving: StreamLock
 
     def write(self, content: Array, tag: int) -> Iterator[None]:
@@ -148,20 +148,30 @@ class Carrier(Protocol):
 
 
 class Posted:
-    """A send or a receive in flight; see :class:`collective.contract.mail.Posted`."""
+    """A send or a receive in flight; see :class:`collective.contract.mail.Posted`.
 
-    __slots__ = ("damage", "data", "error", "mask", "memory", "nbytes", "number", "room",
-                 "source", "state", "tag", "to")  # fmt: skip
+    Args:
+        memory, source, to, tag, mask: as of the engine's methods.
+        mark: mark of the messages that a receive accepts; None for any.
+        exact: whether an accepted message must be as long as the memory.
+    """
 
-    def __init__(self, memory: Any, source: int, to: int, tag: int, mask: int = -1) -> None:
+    __slots__ = ("damage", "data", "error", "exact", "mark", "mask", "memory", "nbytes", "number",
+                 "prefix", "room", "source", "state", "tag", "to")  # fmt: skip
+
+    def __init__(
+        self, memory: Any, source: int, to: int, tag: int, mask: int = -1, mark: int | None = None,
+        exact: bool = False,
+    ) -> None:  # fmt: skip
         array = None if memory is None else bytes_of(memory)
         if array is not None and not array.flags.writeable and array.size:
             raise BufferError("the buffer is read-only")
         self.memory = array
         self.room = 0 if array is None else array.size
-        self.source, self.to, self.tag, self.mask = source, to, tag, mask
-        self.state, self.nbytes, self.number = PENDING, 0, 0
+        self.source, self.to, self.tag, self.mask, self.mark = source, to, tag, mask, mark
+        self.exact, self.state, self.nbytes, self.number = exact, PENDING, 0, 0
         self.data: Any = None
+        self.prefix: Any = None
         self.damage: str | None = None
         self.error: BaseException | None = None
 
@@ -169,6 +179,16 @@ class Posted:
     def done(self) -> bool:
         """Whether it has ended."""
         return self.state > MATCHED
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is over, and a received message has fitted into its memory."""
+        placed = self.to >= 0 or self.data is not None or self.nbytes <= self.room
+        return self.state == OVER and placed
+
+    def accepts(self, prefix: Any) -> bool:
+        """Return whether a message has the mark that this receive wants, if it wants one."""
+        return self.mark is None or (self.mark != 0 and prefix.mark == self.mark)
 
     def end(self, state: int = OVER, error: BaseException | None = None) -> None:
         """Mark the operation as ended, and give back its memory."""
@@ -183,7 +203,7 @@ class Engine:
     Args:
         carriers: those of all peers.
         news: function that is called when other threads that wait should try again: a stream that
-            they wanted is free, or a message has been kept for them.
+            they wanted is free, or a message may be theirs.
         rank: this rank, if it also posts messages to itself.
 
     Attributes:
@@ -213,9 +233,6 @@ class Engine:
         self._wanted: Counter[int] = Counter()
         self._posts = self._copied = 0
         self._flushing: dict[int, bool] = {}
-        # For the first send of each queue, the streams that it waits for: none if another call is
-        # in the middle of a message there.
-        self._blocked: dict[int, Sequence[int]] = {}
         self._ended: set[int] = set()
         self.lock = threading.RLock()
 
@@ -224,39 +241,62 @@ class Engine:
     def post_send(self, data: Any, to: int, tag: int) -> Posted:
         """Post a send; see :class:`collective.contract.mail.Engine`."""
         content = np.empty(0, np.uint8) if data is None else bytes_of(data)
-        posted = Posted(None, NOBODY, to, tag)
-        posted.nbytes = nbytes = content.size
+        nbytes = content.size
         copies = to == self._rank or (nbytes <= EAGER_BYTES and self._copied <= _COPIED_BYTES)
         if copies:
             content = content.copy()
         if to == self._rank:
-            posted.end()
-            inbox = self._inboxes[to]
-            while not inbox.lock.take():
-                time.sleep(0)
-            inbox.deliver()
-            inbox.put(_Prefix(nbytes, tag), content)
-            inbox.lock.leave()
-            return posted
-        with self.lock:
-            copied = nbytes if copies else 0
-            self._copied += copied
-            steps = self.send(content, to, tag, None, queued=True)
-            self.queues.setdefault(to, deque()).append((posted, steps, copied))
+            return self._send_to_self(content, tag)
+        posted = self._enqueue(content, to, tag, copied=nbytes if copies else 0)
         self._flush(to)
         # A send that cannot leave has failed by now.
         if copies and not posted.done:
             posted.end()
         return posted
 
+    def _send_to_self(self, content: Array, tag: int) -> Posted:
+        posted = Posted(None, NOBODY, self._rank, tag)
+        posted.nbytes = content.size
+        posted.end()
+        inbox = self._inboxes[self._rank]
+        while not inbox.lock.take():
+            time.sleep(0)
+        inbox.deliver()
+        inbox.put(_Prefix(content.size, tag), content)
+        if inbox.lock.leave() | inbox.have_moved():
+            self._news()
+        return posted
+
+    def _enqueue(
+        self, content: Array, to: int, tag: int, mark: int | None = None, copied: int = 0
+    ) -> Posted:
+        """Append a message to the queue of a rank.
+
+        Args:
+            copied: bytes of the message that have been copied.
+        """
+        posted = Posted(None, NOBODY, to, tag)
+        posted.nbytes = content.size
+        with self.lock:
+            self._copied += copied
+            marks = () if mark is None else (mark,)
+            carrier = self._carriers[to]
+            steps = _whole(carrier, carrier.write(content, tag, *marks))
+            self.queues.setdefault(to, deque()).append((posted, steps, copied))
+        return posted
+
     def post_receive(self, memory: Any, source: int, tag: int, mask: int) -> Posted:
         """Post a receive; see :class:`collective.contract.mail.Engine`."""
-        posted = Posted(memory, source, NOBODY, tag, mask)
+        posted = self._await(Posted(memory, source, NOBODY, tag, mask))
+        self.progress()
+        return posted
+
+    def _await(self, posted: Posted) -> Posted:
+        """Append a receive to those that wait."""
         with self.lock:
             self._posts = posted.number = self._posts + 1
             self._waiting.append(posted)
-            self._wanted[source] += 1
-        self.progress()
+            self._wanted[posted.source] += 1
         return posted
 
     def cancel(self, posted: Posted) -> bool:
@@ -299,8 +339,10 @@ class Engine:
 
     def awaited(self) -> dict[int, list[int]]:
         """Return the ranks whose streams the operations in flight wait for, as an Exchange."""
-        queues = [rank for rank, queue in self.queues.items() if queue and self._blocked.get(rank)]
-        return {SENDING: queues, RECEIVING: [rank for rank in self._carriers if self.wants(rank)]}
+        return {
+            SENDING: [rank for rank, queue in self.queues.items() if queue],
+            RECEIVING: [rank for rank in self._carriers if self.wants(rank)],
+        }
 
     def progress(self) -> None:
         """Do all that is possible for the operations in flight without waiting."""
@@ -308,17 +350,25 @@ class Engine:
             self._flush(to)
         if not (self._waiting or self._matched):
             return
-        for rank in self._turns.of(self._inboxes, 0):
+        for rank in self._sources():
             inbox = self._inboxes[rank]
-            if not self.wants(rank) or not inbox.lock.take():
+            if not inbox.lock.take():
                 continue
             try:
                 inbox.drain(lambda rank=rank: self.wants(rank))  # type: ignore[misc]
             except EOFError as error:
                 self.fail(rank, error)
             finally:
-                if inbox.lock.leave() | inbox.have_kept():
+                if inbox.lock.leave() | inbox.have_moved():
                     self._news()
+
+    def _sources(self) -> list[int]:
+        """Return the ranks whose messages receives wait for; for a receive from any, in turns."""
+        if not self._wanted[ANY_SOURCE]:
+            return [rank for rank, count in list(self._wanted.items()) if count > 0]
+        waiting = list(self._waiting)
+        tag = next((posted.tag for posted in waiting if posted.source == ANY_SOURCE), 0)
+        return self._turns.of(self._inboxes, tag)
 
     def _flush(self, to: int) -> bool:
         """Send what can be sent of a queue; return whether the queue is empty.
@@ -328,13 +378,15 @@ class Engine:
         """
         queue = self.queues.get(to)
         while queue:
-            with self.lock:
-                if self._flushing.get(to) or not queue:
-                    return not queue
-                self._flushing[to] = True
-            posted, steps, copied = queue[0]
+            if not self._begin_flushing(to):
+                return not queue
             try:
-                peers = next(steps, None)
+                if not queue:
+                    return True
+                posted, steps, copied = queue[0]
+                if not _is_over(steps):
+                    return False
+                queue.popleft()
             except BaseException as error:
                 self._drop(to, error)
                 if not isinstance(error, Exception):
@@ -342,14 +394,18 @@ class Engine:
                 return True
             finally:
                 self._flushing[to] = False
-            if peers is not None:
-                self._blocked[to] = peers
-                return False
-            queue.popleft()
             self._copied -= copied
             if not posted.done:
                 posted.end()
+            self._news()
         return True
+
+    def _begin_flushing(self, to: int) -> bool:
+        """Take a queue, so that no other thread does; return whether it was free."""
+        with self.lock:
+            is_free = not self._flushing.get(to)
+            self._flushing[to] = True
+        return is_free
 
     def _drop(self, to: int, error: BaseException) -> None:
         """End all sends to a rank after an error."""
@@ -377,14 +433,20 @@ class Engine:
         for rank in [*self._carriers, self._rank]:
             self.fail(rank, error)
 
-    def match(self, rank: int, tag: int) -> Posted | None:
-        """Take the first receive for a message, or return None."""
+    def match(self, rank: int, prefix: Any, last: int | None) -> Posted | None:
+        """Take the first receive for a message, or return None.
+
+        Args:
+            last: number of the last receive that may get it; None for any.
+        """
         if not self._waiting:
             return None
         with self.lock:
             for posted in self._waiting:
-                if tag & posted.mask == posted.tag and posted.source in (rank, ANY_SOURCE):
-                    return self.take(posted, rank)
+                if last is not None and posted.number > last:
+                    return None
+                if prefix.tag & posted.mask == posted.tag and posted.source in (rank, ANY_SOURCE):
+                    return self.take(posted, rank, prefix)
         return None
 
     def newer(self, number: int, rank: int) -> list[Posted]:
@@ -393,15 +455,21 @@ class Engine:
             waiting = itertools.takewhile(lambda p: p.number > number, reversed(self._waiting))
             return [p for p in waiting if p.source in (rank, ANY_SOURCE)][::-1]
 
-    def take(self, posted: Posted, rank: int) -> Posted:
-        """Take a receive that a message of a rank matches out of those that wait."""
+    def take(self, posted: Posted, rank: int, prefix: Any) -> Posted:
+        """Take a receive that a message of a rank matches out of those that wait.
+
+        Raises:
+            BackendError: the message has another length than the receive expects.
+        """
         with self.lock:
             self._remove(self._waiting, posted)
             if posted.source == ANY_SOURCE:
-                self._turns.serve(self._inboxes, rank, 0)
+                self._turns.serve(self._inboxes, rank, posted.tag)
             posted.source, posted.state = rank, MATCHED
             self._matched.append(posted)
             self._wanted[rank] += 1
+        if posted.exact and posted.accepts(prefix) and prefix.nbytes != posted.room:
+            self._carriers[rank].refuse(f"{prefix.nbytes} bytes in place of {posted.room}")
         return posted
 
     def _remove(self, receives: list[Posted], posted: Posted) -> None:
@@ -415,10 +483,10 @@ class Engine:
 
     def give(self, posted: Posted, prefix: Any, content: Array, placed: bool = False) -> None:
         """End a receive whose message is complete, and perhaps in its place already."""
-        posted.tag, posted.nbytes = prefix.tag, content.size
+        posted.tag, posted.nbytes, posted.prefix = prefix.tag, content.size, prefix
         if posted.memory is None:
             posted.data = content.data
-        elif not placed:
+        elif not placed and posted.accepts(prefix):
             room = posted.memory[: content.size]
             room[:] = content[: room.size]
         with self.lock:
@@ -447,149 +515,125 @@ class Engine:
                 another mark comes, it is taken off the stream and dropped. If the mark is 0, any
                 message is dropped.
         """
-        steps: dict[int, Generator[Sequence[int], None, None]] = {}
-        exchange = Exchange(self, steps)
-        if src is not None:
-            steps[SENDING] = self.send(src, to, tag, mark)
+        sending = receiving = None
         if dst is not None:
-            steps[RECEIVING] = exchange.note(self.receive(dst, source, tag, mark))
-        return exchange
+            receiving = self._await(Posted(dst, source, NOBODY, tag, mark=mark, exact=True))
+        if src is not None:
+            sending = self._enqueue(src, to, tag, mark)
+        return Exchange(self, sending, receiving)
 
-    def send(
-        self, content: Array, to: int, tag: int, mark: int | None = None, queued: bool = False
-    ) -> Generator[Sequence[int], None, None]:
-        """Send a message; see :meth:`exchange`.
+    def withdraw(self, posted: Posted) -> None:
+        """Take back an operation whose caller gives up.
 
-        Args:
-            queued: whether it is in a queue. Otherwise it waits for all that are.
+        A stream on which a message stays incomplete is not used again: what would follow on it is
+        no prefix.
         """
-        carrier = self._carriers[to]
-        while not queued and self.queues and not self._flush(to):
-            yield (to,)
-        # A message owns the stream from its prefix to its end.
-        while not carrier.sending.take():
-            yield ()
-        peers = (to,)
-        marks = () if mark is None else (mark,)
-        for _ in _whole(carrier, carrier.write(content, tag, *marks)):
-            yield peers
-        if carrier.sending.leave():
-            self._news()
-
-    def receive(
-        self, out: Array, source: int, tag: int, mark: int | None = None
-    ) -> Generator[Sequence[int], None, tuple[int, Any]]:
-        """Receive a message; return the sender's rank and the prefix. See :meth:`exchange`."""
-        sources = self._inboxes if source == ANY_SOURCE else (source,)
-        while True:
-            awaited = []
-            ended: EOFError | None = None
-            for rank in self._turns.of(sources, tag):
-                inbox = self._inboxes[rank]
-                # Another thread may be receiving a message from this rank, for a long time.
-                # Meanwhile another rank may have sent one, so do not wait for the lock.
-                if not inbox.lock.take():
-                    continue
-                try:
-                    message = inbox.receive(tag, out, mark)
-                except EOFError as error:
-                    inbox.lock.leave()
-                    ended = error
-                    continue
-                if message is not None:
-                    self._turns.serve(sources, rank, tag)
-                    peers = (rank,)
-                    prefix, moves = message
-                    for _ in moves:
-                        yield peers
-                if inbox.lock.leave() | inbox.have_kept():
-                    self._news()
-                if message is not None:
-                    return rank, prefix
-                awaited.append(rank)
-            # Of several sources one is enough, so the end of a stream matters once all have ended.
-            if ended is not None and not awaited:
-                raise ended
-            yield awaited
-
-
-class Exchange:
-    """A send, a receive, or both, in flight.
-
-    Attributes:
-        awaited: by unfinished part, the ranks whose streams it waits for.
-        sender: the rank that has sent the received message, or ``NOBODY``.
-        prefix: the prefix of the received message, or None.
-    """
-
-    __slots__ = ("_engine", "_steps", "awaited", "prefix", "sender")
-
-    def __init__(
-        self, engine: Engine, steps: Mapping[int, Generator[Sequence[int], None, None]]
-    ) -> None:
-        self._engine = engine
-        self._steps = steps
-        self.awaited: dict[int, Sequence[int]] = {}
-        self.sender = NOBODY
-        self.prefix: Any = None
-
-    def note(
-        self, receiving: Generator[Sequence[int], None, tuple[int, Any]]
-    ) -> Generator[Sequence[int], None, None]:
-        """Run a receive, and remember the sender and the prefix."""
-        self.sender, self.prefix = yield from receiving
-
-    def give_up(self) -> None:
-        """End the exchange; streams on which a message stays incomplete are not used again."""
-        for steps in self._steps.values():
-            steps.close()
-
-    def advance(self) -> int:
-        """Do all that is possible without waiting; return the sum of the unfinished parts."""
-        pending = 0
-        self.awaited.clear()
-        for part, steps in self._steps.items():
-            ranks = next(steps, None)
-            if ranks is not None:
-                self.awaited[part] = ranks
-                pending += part
-        if pending and self._engine.busy:
-            # Whoever waits moves the posted messages, too.
-            self._engine.progress()
-            for part, ranks in self._engine.awaited().items():
-                self.awaited[part] = [*self.awaited.get(part, ()), *ranks]
-        return pending
+        if posted.to >= 0:
+            while not self._begin_flushing(posted.to):
+                time.sleep(0)
+            try:
+                queue = self.queues.get(posted.to, deque())
+                for index, (each, steps, copied) in enumerate(queue):
+                    if each is posted:
+                        # As long as it is first in the queue, no other message follows.
+                        never = (None for _ in itertools.repeat(None))
+                        begun = inspect.getgeneratorstate(steps) != inspect.GEN_CREATED
+                        steps.close()
+                        queue[index] = posted, never if begun else _nothing(), copied
+                        posted.end(CANCELLED)
+            finally:
+                self._flushing[posted.to] = False
+        elif not self.cancel(posted) and not posted.done:
+            inbox = self._inboxes[posted.source]
+            while not (inbox.over or inbox.lock.take()):
+                time.sleep(0)
+            if posted.done:
+                inbox.lock.leave()
+                return
+            inbox.give_up()  # and the lock stays taken
+            with self.lock:
+                self._remove(self._matched, posted)
+            posted.end(CANCELLED)
 
 
 class Waiter:
-    """A wait for posted operations, for those that wait for an :class:`Exchange`.
+    """A wait for posted operations.
+
+    Args:
+        engine: the messages of this rank.
+        ready: tells whether the wait is over.
+        pending: what is pending until then, :data:`SENDING` or :data:`RECEIVING`.
 
     Attributes:
-        awaited: as that of an exchange.
+        pending: the sum of the unfinished parts, as of the last step.
+        awaited: by part, the ranks whose streams are waited for.
     """
 
     def __init__(self, engine: Engine, ready: Callable[[], bool], pending: int) -> None:
         self._engine = engine
         self._ready = ready
-        self._pending = pending
+        self.pending = pending
         self.awaited: dict[int, list[int]] = {}
 
     def advance(self, seconds: float = 0.0) -> int:
-        """Make progress; return what is pending, or 0 if the wait is over."""
+        """Do all that is possible without waiting; return the sum of the unfinished parts."""
+        # Whoever waits moves all that is in flight.
         self._engine.progress()
-        if self._ready():
-            return 0
-        self.awaited = self._engine.awaited()
-        return self._pending
+        self.pending = self._left()
+        self.awaited = self._engine.awaited() if self.pending else {}
+        return self.pending
+
+    def _left(self) -> int:
+        return 0 if self._ready() else self.pending
 
     def give_up(self) -> None:
         """Do nothing: the operations stay in flight."""
+
+
+class Exchange(Waiter):
+    """A send, a receive, or both, of a caller that waits for them.
+
+    Attributes:
+        sender: rank that has sent the received message, or ``NOBODY``.
+        prefix: prefix of the received message, or None.
+    """
+
+    def __init__(self, engine: Engine, sending: Posted | None, receiving: Posted | None) -> None:
+        self._engine = engine
+        self._items = sending, receiving
+        self.pending = SENDING * (sending is not None) + RECEIVING * (receiving is not None)
+        self.awaited = {}
+        self.sender = NOBODY
+        self.prefix: Any = None
+
+    def _left(self) -> int:
+        pending = 0
+        for part, posted in zip((SENDING, RECEIVING), self._items):
+            if posted is None:
+                continue
+            if posted.state == FAILED:
+                assert posted.error is not None
+                raise posted.error
+            if not posted.done:
+                pending += part
+            elif part == RECEIVING:
+                self.sender, self.prefix = posted.source, posted.prefix
+        return pending
+
+    def give_up(self) -> None:
+        """End the exchange: its caller gets its memory back."""
+        for posted in self._items:
+            if posted is not None:
+                self._engine.withdraw(posted)
 
 
 class _Inbox:
     """Messages from one rank: those in the stream, and those kept until a receiver asks for them.
 
     A caller of its methods must hold the lock.
+
+    Attributes:
+        over: whether a message stays incomplete, so that nobody reads the stream any more.
     """
 
     def __init__(self, engine: Engine, rank: int, carrier: Any) -> None:
@@ -598,69 +642,47 @@ class _Inbox:
         self._rank = rank
         self._carrier = carrier  # None for the messages of this rank to itself
         self._kept: deque[tuple[Any, Array]] = deque()  # prefixes and messages, in order
-        self._keeping: Iterator[None] = iter(())  # reads a message that has arrived only in part
-        self._taken = self._new = False
+        # Reads a message that has arrived only in part.
+        self._keeping = _nothing()
+        self._moved = self.over = False
         self._scanned = 0  # number of the last receive that the kept messages have been offered to
 
-    def have_kept(self) -> bool:
-        """Return whether a message has been kept since the last call."""
-        new, self._new = self._new, False
-        return new
+    def have_moved(self) -> bool:
+        """Return whether a message has been kept or given to a receive since the last call."""
+        moved, self._moved = self._moved, False
+        return moved
 
-    def receive(self, tag: int, out: Array, mark: int | None) -> tuple[Any, Iterator[None]] | None:
-        """Find the next message with a tag.
-
-        Returns:
-            The prefix, and an iterator that moves the message to ``out``, or drops it if it has
-            another mark; the caller holds the lock until its end. None if there is no such message
-            yet.
-
-        Raises:
-            BackendError: the stream has no valid message, or the message has another length.
-            EOFError: the stream has ended before such a message.
-        """
-        self.deliver()
-        # The message's bytes follow its prefix. The next prefix comes after these bytes.
-        while _is_over(self._keeping):
-            for index, (prefix, content) in enumerate(self._kept):
-                if prefix.tag == tag:
-                    del self._kept[index]
-                    if self._fits(prefix, out, mark):
-                        out[:] = content
-                    return prefix, iter(())
-            prefix = self._next(tag)
-            if prefix is None:
-                return None
-            if prefix.tag == tag and _is_over(self._keeping) and not self._taken:
-                if not self._fits(prefix, out, mark):
-                    out = np.empty(prefix.nbytes, np.uint8)
-                return prefix, _whole(self._carrier, self._carrier.read(prefix, out))
-        return None
+    def give_up(self) -> None:
+        """Read the message that is coming no further."""
+        self.over = True
+        self._keeping.close()
 
     def drain(self, wanted: Callable[[], bool]) -> None:
-        """Read what has come, as long as it is wanted, for posted receives or to be kept."""
+        """Read what has come, as long as it is wanted, for receives or to be kept.
+
+        Raises:
+            BackendError: the stream has no valid message.
+            EOFError: the stream has ended.
+        """
         self.deliver()
-        while _is_over(self._keeping) and wanted() and self._next(None) is not None:
+        # A message's bytes follow its prefix. The next prefix comes after these bytes.
+        while _is_over(self._keeping) and wanted() and self._next():
             pass
 
-    def _next(self, tag: int | None) -> Any:
-        """Return the next prefix, or None; begin to read its message, unless it has this tag."""
-        if self._carrier is None:
-            return None
-        prefix = self._carrier.prefix()
+    def _next(self) -> bool:
+        """Begin to read the next message; return False if there is none yet."""
+        prefix = None if self._carrier is None else self._carrier.prefix()
         if prefix is None:
-            return None
+            return False
         if not 0 <= prefix.nbytes < _NO_LENGTH:
             self._carrier.refuse(f"the header {tuple(prefix)} is not valid")
-        posted = None if self._keeps(prefix.tag) else self._engine.match(self._rank, prefix.tag)
-        self._taken = posted is not None
-        if posted is not None or prefix.tag != tag:
-            self._keeping = self._keep(prefix, posted)
-        return prefix
+        self._keeping = self._keep(prefix, self._match(prefix))
+        return True
 
-    def _keeps(self, tag: int) -> bool:
-        """Return whether an older message with a tag is kept, which a new receive gets first."""
-        return any(prefix.tag == tag for prefix, _ in self._kept)
+    def _match(self, prefix: Any) -> Posted | None:
+        # A receive that has not looked at the kept messages yet may match one of them, which is
+        # older.
+        return self._engine.match(self._rank, prefix, self._scanned if self._kept else None)
 
     def deliver(self) -> None:
         """Offer the kept messages to the receives that have been posted since."""
@@ -672,19 +694,19 @@ class _Inbox:
                 for index, (prefix, content) in enumerate(self._kept):
                     if prefix.tag & posted.mask == posted.tag:
                         del self._kept[index]
-                        self._engine.take(posted, self._rank)
+                        self._engine.take(posted, self._rank, prefix)
                         self._engine.give(posted, prefix, content)
+                        self._moved = True
                         break
 
     def put(self, prefix: Any, content: Array, posted: Posted | None = None) -> None:
         """Give a complete message to its receive, or keep it."""
-        if posted is None and not self._keeps(prefix.tag):
-            posted = self._engine.match(self._rank, prefix.tag)
+        posted = posted or self._match(prefix)
         if posted is not None:
             self._engine.give(posted, prefix, content)
         else:
             self._kept.append((prefix, content))
-            self._new = True
+        self._moved = True
 
     def find(self, tag: int, mask: int, take: bool) -> Posted | None:
         """Return a kept message, which the caller owns if ``take`` is true."""
@@ -699,27 +721,26 @@ class _Inbox:
                 return message
         return None
 
-    def _fits(self, prefix: Any, out: Array, mark: int | None) -> bool:
-        """Return whether a message has the wanted mark, and check the length if it has."""
-        if mark is not None and (not mark or prefix.mark != mark):
-            return False
-        if prefix.nbytes != out.size:
-            self._carrier.refuse(f"{prefix.nbytes} bytes in place of {out.size}")
-        return True
-
-    def _keep(self, prefix: Any, posted: Posted | None) -> Iterator[None]:
+    def _keep(self, prefix: Any, posted: Posted | None) -> Generator[None, None, None]:
         memory = None if posted is None else posted.memory
-        if posted is not None and memory is not None and prefix.nbytes <= memory.size:
+        fits = memory is not None and prefix.nbytes <= memory.size
+        if posted is not None and memory is not None and fits and posted.accepts(prefix):
             content = memory[: prefix.nbytes]
             yield from _whole(self._carrier, self._carrier.read(prefix, content))
             self._engine.give(posted, prefix, content, placed=True)
+            self._moved = True
             return
         content = np.empty(prefix.nbytes, np.uint8)
         yield from _whole(self._carrier, self._carrier.read(prefix, content))
         self.put(prefix, content, posted)
 
 
-def _whole(carrier: Any, steps: Iterator[None]) -> Iterator[None]:
+def _nothing() -> Generator[None, None, None]:
+    """Return a message that is over."""
+    return (None for _ in ())
+
+
+def _whole(carrier: Any, steps: Iterator[None]) -> Generator[None, None, None]:
     """Move a message; if that fails or is given up, the carrier's streams are not used again."""
     try:
         yield from steps

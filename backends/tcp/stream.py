@@ -51,7 +51,7 @@ class Stream:
         self, sock: socket.socket, early: bytes, refuse: Callable[[str], NoReturn]
     ) -> None:
         self.sock = sock
-        self.sending, self.receiving = StreamLock(), StreamLock()
+        self.receiving = StreamLock()
         self._refuse = refuse
         self._ahead = bytearray(max(_AHEAD_BYTES, len(early)))
         self._ahead[: len(early)] = early
