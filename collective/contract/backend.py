@@ -90,6 +90,7 @@ __all__ = [
 #: - ``beat``: a counter that grows from note to note;
 #: - ``needs``: None, or the number in the family of the rank whose message the call waits for;
 #:   then name and number belong to this call of this rank alone;
+#: - ``delivered``: whether the peers see all messages that this rank has sent;
 #: - ``found``: None, or the circle of waiting calls that this rank has found: the calls, each a
 #:   name and a number, and the text that describes the circle.
 Note = Mapping[str, Any]

@@ -9,7 +9,7 @@ only a late rank, for five reasons:
 * Ranks note only calls that no rank leaves with a result before every other rank has come to them
   (:func:`_takes_everybody`), and receives from one named rank. Such a receive waits for the call
   that this rank is in.
-* A rank notes a receive only if its peers see all messages that it has sent
+* A receive waits only for a rank whose peers see all messages that it has sent
   (:meth:`Backend.delivered`). So no message is on its way between ranks in a circle.
 * A rank makes a note only if nothing but the waiting thread could make a call in its process
   (:func:`alone`). So the rank comes to no other call before it leaves this one.
@@ -151,7 +151,7 @@ class Membership:
             note = self._of_receive(comm, call, began)
         else:
             note = self._of_entry(running) if _takes_everybody(running) else None
-        if note is None or not alone():
+        if note is None or not alone(receives=running is None):
             return None
         begun = {member.name: member.recorder.started for member in list(self._family)}
         again = self.recorder.running()
@@ -160,7 +160,13 @@ class Membership:
         if running is not None and (again is None or again.sequence != running.sequence):
             return None
         self._beat += 1
-        return {**note, "begun": begun, "beat": self._beat, "found": None}
+        delivered = self._has_delivered()
+        return {**note, "begun": begun, "beat": self._beat, "found": None, "delivered": delivered}
+
+    def _has_delivered(self) -> bool:
+        """Return whether the peers see what this rank has sent in any communicator."""
+        family = [member._comm() for member in list(self._family)]
+        return all(each is None or each.closed or each.backend.delivered() for each in family)
 
     def _of_entry(self, running: Entry) -> dict[str, Any]:
         """Return the part of a note that describes a collective call."""
@@ -176,12 +182,8 @@ class Membership:
         """Return the part of a note that describes a receive; None if it cannot be noted."""
         if not isinstance(call, MessageCall) or call.to is not None:
             return None
-        family = [member._comm() for member in list(self._family)]
-        if call.source in (None, ANY_SOURCE, comm.rank) or not all(
-            each is None or each.closed or each.backend.delivered() for each in family
-        ):
+        if call.source is None or call.source in (ANY_SOURCE, comm.rank):
             return None
-        assert call.source is not None
         needs = self.ranks[call.source]
         options = {"src": needs, "tag": call.tag}
         return {
@@ -221,15 +223,19 @@ def look(
         membership.look(deadline, call if membership.recorder is recorder else None, began)
 
 
-def alone() -> bool:
-    """Tell whether nothing but one thread of the program could make calls in this process."""
+def alone(receives: bool = False) -> bool:
+    """Tell whether nothing but one thread of the program could make calls in this process.
+
+    Args:
+        receives: as of :func:`all_idle`. What the rank has sent must be delivered.
+    """
     threads = threading.enumerate()
     programs = sum(not thread.name.startswith(_OWN) for thread in threads)
     known = {thread.ident for thread in threads}
     return (
         programs == 1
         and known.issuperset(sys._current_frames())
-        and all_idle()
+        and all_idle(receives)
         and not any(map(_calls_the_program, signal.valid_signals()))
     )
 
@@ -280,7 +286,10 @@ class Circles:
         if [(rank, *seen[rank][:2]) for rank in seen] != [(r, *before[r][:2]) for r in before]:
             self._seen = seen
             return [], ""
-        if not seen or any(seen[rank][2] <= before[rank][2] for rank in seen):
+        # A rank may have looked for its message just before the circle was seen. So its second note
+        # after that counts: all had been delivered by then, and it has looked again.
+        notes_later = 1 if all(notes[rank]["needs"] is None for rank in seen) else 2
+        if not seen or any(seen[rank][2] < before[rank][2] + notes_later for rank in seen):
             return [], ""
         self._seen = {}
         calls = [[name, number] for name, number, _ in seen.values()]
@@ -307,7 +316,7 @@ def circle(notes: Mapping[int, Note]) -> list[int]:
         for other, ranks in calls.items():
             absent = [r for r in ranks if notes[r]["begun"].get(name, number) < number]
             if needs is not None:
-                absent = [needs] if needs in ranks else []
+                absent = [needs] if needs in ranks and notes[needs]["delivered"] else []
             if absent:
                 blockers[name, number][other] = absent[0]
     circles = (shortest_circle(call, lambda blocked: blockers[blocked].items()) for call in calls)

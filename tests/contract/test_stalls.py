@@ -251,6 +251,7 @@ class Ranks:
                 "number": self.begun[rank][name],
                 "begun": dict(self.begun[rank]),
                 "needs": None,
+                "delivered": True,
                 "header": {"operation": "barrier", "dtype": None, "options": {}, "site": ""},
                 "made": name,
                 "beat": self.beats[rank],
