@@ -14,7 +14,7 @@ from collective.contract.backend import COLLECTIVE_TAG
 if TYPE_CHECKING:
     from collective.backends.matching import Posted, Prefix, StreamLock
 
-__all__ = ["CONTROL_TAG", "WINDOW_BYTES", "Flow", "Granting", "has_window"]
+__all__ = ["CONTROL_TAG", "WINDOW_BYTES", "Flow", "has_window"]
 
 # The same numbers as in messages.h and flow.c.
 #: Tag of control frames, below every valid tag.
@@ -23,12 +23,6 @@ CONTROL_TAG = -(1 << 63)
 WINDOW_BYTES = 4 << 20
 _OVERHEAD = 64
 _CREDIT, _GRANT = 1, 2
-
-
-class Granting(tuple[int, ...]):
-    """The rank whose grant a send waits for: it wakes when there is something to read."""
-
-    __slots__ = ()
 
 
 class _Stream(Protocol):
@@ -56,13 +50,11 @@ class Flow:
         due: control frames that have not left, as triples of numbers.
         asked: posted receives whose announced messages are on their way, with their prefixes, by
             number.
-        asking: number of exchanges that wait for the bytes of an announced message.
     """
 
     def __init__(self, stream: _Stream) -> None:
         self.due: list[tuple[int, int, int]] = []
         self.asked: dict[int, tuple[Posted, Any]] = {}
-        self.asking = 0
         self._stream = stream
         self._lock = threading.Lock()
         self._sent = self._freed = self._last = 0

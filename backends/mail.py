@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 from collective.contract.backend import ANY_SOURCE
+from collective.contract.process import forked_from
 from collective.deadline import Deadline
 from collective.errors import CollectiveError, CommunicatorClosedError
-from collective.native import NOBODY, chosen
+from collective.native import NOBODY
 
 from .matching import RECEIVING, SENDING, Engine, Waiter, describe
 
-__all__ = ["CompiledMail", "PythonMail"]
+__all__ = ["BaseMail", "CompiledMail", "PythonMail"]
 
 # The text of a failed operation in C whose connection has ended; see streams.c.
 _ENDED = "the connection has ended"
 # The text of an operation in C that the end of the communicator has ended; see posted.c.
 _CLOSED = "this rank has closed the communicator"
 
-#: Function that waits: its arguments are what advances, the other ranks, the tag and a deadline.
-_Wait = Callable[[Any, int, int, int, Deadline], object]
 
+class BaseMail(ABC):
+    """What all engines share: waiting for one operation after the other."""
 
-class _Mail:
-    """What both engines share: waiting for one operation after the other.
-
-    Args:
-        wait: waits for a :class:`Waiter` or for C's function ``advance``.
-        refuse: raises if the communicator is broken or closed; gets the call.
-    """
-
-    def __init__(self, wait: _Wait, refuse: Callable[[object], object]) -> None:
-        self._wait = wait
-        self.refuse: Any = refuse
-        self._why: CollectiveError | None = None  # error of the operations that close() ends
+    refuse: Callable[[object], object]  # raises if the communicator is broken or closed
+    _wait: Callable[[Any, int, int, int, Deadline], object]  # waits for what _advancing() returns
+    _why: CollectiveError | None = None  # error of the operations that close() ends
 
     def wait(self, items: Sequence[Any], any_of: bool, deadline: Deadline | float) -> None:
         """Wait for operations; see :meth:`collective.contract.mail.Engine.wait`."""
@@ -75,61 +67,70 @@ class _Mail:
             self._why = error.with_traceback(None)  # its frames would keep the transport alive
         self._end_all(self._why)
 
-    def _end_all(self, error: CollectiveError) -> None:
-        raise NotImplementedError
+    def _end_all(self, error: CollectiveError) -> None:  # noqa: B027  some end with their levels
+        """End all operations with an error."""
 
     def disown(self) -> None:
         """Touch the connections no more, in a forked child: they belong to its parent."""
 
         def refuse(*_: object) -> NoReturn:
-            raise CommunicatorClosedError(
-                f"messages: this process (pid {os.getpid()}) was forked from that of a rank, which "
-                "alone may use the communicator. Start processes with the method 'spawn', and give "
-                "them ranks of their own: collective.init(rank=, size=, store=)."
-            )
+            raise CommunicatorClosedError(f"messages: {forked_from('a rank')}")
 
         for name in ("cancel", "explain", "find", "progress", "refuse", "wait", "wait_until"):
             setattr(self, name, refuse)
         self._leave()
 
-    def _leave(self) -> None:
+    def _leave(self) -> None:  # noqa: B027  some leave their levels
         """Let nobody post any more."""
-        raise NotImplementedError
 
     def deliver(self, deadline: Deadline) -> None:
         """Wait until the posted sends have left, or until they cannot."""
-        if self._queued():
+        if self.queued():
             with contextlib.suppress(CollectiveError):
-                self._wait_for(lambda: not self._queued(), (), NOBODY, ANY_SOURCE, 0, deadline)
+                self._wait_for(lambda: not self.queued(), (), NOBODY, ANY_SOURCE, 0, deadline)
 
-    def _queued(self) -> bool:
-        raise NotImplementedError
+    def queued(self) -> bool:
+        """Return whether sends have not left yet."""
+        return False
 
+    @abstractmethod
     def _step(self, items: Sequence[Any], any_of: bool, seconds: float) -> bool:
-        raise NotImplementedError
+        """Make progress; return whether all operations are over, or any one of them."""
 
     def _wait_for(
         self, ready: Callable[[], bool], items: Sequence[Any], to: int, source: int, tag: int,
         deadline: Deadline,
     ) -> None:  # fmt: skip
-        raise NotImplementedError
+        pending = RECEIVING if to == NOBODY else SENDING
+        self._wait(self._advancing(ready, items, pending), to, source, tag, deadline)
+
+    def _advancing(self, ready: Callable[[], bool], items: Sequence[Any], pending: int) -> Any:
+        """Return what makes progress while a transport waits, and returns what is pending."""
+
+        def advance(seconds: float = -1.0) -> int:
+            self._step(items, True, seconds)
+            return 0 if ready() else pending
+
+        return advance
 
 
-class PythonMail(_Mail):
+class PythonMail(BaseMail):
     """Posted messages in Python.
 
     Args:
         engine: the messages of this rank.
-        wait, refuse: as for :class:`_Mail`.
+        wait: waits for a :class:`Waiter`; gets also the other ranks, the tag and a deadline.
+        refuse: raises if the communicator is broken or closed; gets the call.
         broken: tells whether the communicator is broken or closed, so that nothing is posted.
         explain: returns the error to raise for an operation whose stream has ended.
     """
 
     def __init__(
-        self, engine: Engine, wait: _Wait, refuse: Callable[[object], object],
-        broken: Callable[[], object], explain: Callable[[Any], BaseException],
+        self, engine: Engine, wait: Callable[[Waiter, int, int, int, Deadline], object],
+        refuse: Callable[[object], object], broken: Callable[[], object],
+        explain: Callable[[Any], BaseException],
     ) -> None:  # fmt: skip
-        super().__init__(wait, refuse)
+        self._wait, self.refuse = wait, refuse
         self._engine = engine
         self._broken = broken
         self._explain = explain
@@ -141,8 +142,8 @@ class PythonMail(_Mail):
         """Post a send."""
         return NotImplemented if self._broken() else self._engine.post_send(data, to, tag)
 
-    def receive(self, memory: Any, source: int, tag: int, mask: int) -> Any:
-        """Post a receive."""
+    def receive(self, memory: Any, source: int, tag: int, mask: int, wait: bool) -> Any:
+        """Post a receive. ``wait`` is for the engine in C, which waits without leaving C."""
         if self._broken():
             return NotImplemented
         return self._engine.post_receive(memory, source, tag, mask)
@@ -163,55 +164,51 @@ class PythonMail(_Mail):
     def _leave(self) -> None:
         self._broken = lambda: True
 
-    def _queued(self) -> bool:
+    def queued(self) -> bool:
+        """Return whether sends have not left yet."""
         return not self._broken() and self._engine.sends
 
     def _step(self, items: Sequence[Any], any_of: bool, seconds: float) -> bool:
         self._engine.progress()
         return (any if any_of else all)([item.done for item in items])
 
-    def _wait_for(
-        self, ready: Callable[[], bool], items: Sequence[Any], to: int, source: int, tag: int,
-        deadline: Deadline,
-    ) -> None:  # fmt: skip
-        pending = RECEIVING if to == NOBODY else SENDING
-        self._wait(Waiter(self._engine, ready, pending), to, source, tag, deadline)
+    def _advancing(self, ready: Callable[[], bool], items: Sequence[Any], pending: int) -> Any:
+        return Waiter(self._engine, ready, pending)
 
 
-class CompiledMail(_Mail):
+class CompiledMail(BaseMail):
     """Posted messages in C.
 
     Args:
         exchange: function of :func:`collective.native.messages` or of ``native.streams``.
         callbacks: object with the methods that C calls for the messages.
-        refuse: as for :class:`_Mail`.
+        refuse: as for :class:`PythonMail`.
     """
 
     def __init__(self, exchange: Any, callbacks: Any, refuse: Callable[[object], object]) -> None:
-        super().__init__(callbacks.wait, refuse)
-        core: Any = chosen.extension
+        self._wait, self.refuse = callbacks.wait, refuse
         self._callbacks = callbacks
-        self._steps = partial(core.mail_step, exchange)
-        # No method in Python stands between a caller and these functions.
-        self.send: Any = partial(core.mail_send, exchange)
-        self.receive: Any = partial(core.mail_receive, exchange)
-        self.find: Any = partial(core.mail_find, exchange)
-        self.cancel: Any = partial(core.mail_cancel, exchange)
-        self.progress: Any = partial(core.mail_step, exchange, (), False, -1.0)
-        self._close = partial(core.mail_close, exchange)
+        self._messages: Any = exchange.__self__
+        # No method in Python stands between a caller and these methods of C.
+        self.send: Any = self._messages.send
+        self.receive: Any = self._messages.receive
+        self.find: Any = self._messages.find
+        self.cancel: Any = self._messages.cancel
+        self.progress: Any = partial(self._messages.step, (), False, -1.0)
 
     def _end_all(self, error: CollectiveError) -> None:
-        self._close(True)
+        self._messages.end(True)
 
     def _leave(self) -> None:
-        self._close(None)
+        self._messages.end(None)
 
-    def _queued(self) -> bool:
-        return bool(self._close(False)[0])
+    def queued(self) -> bool:
+        """Return whether sends have not left yet."""
+        return bool(self._messages.end(False)[0])
 
     def busy(self) -> bool:
         """Return whether operations are in flight."""
-        return any(self._close(False))
+        return any(self._messages.end(False))
 
     def explain(self, posted: Any) -> NoReturn:
         """Raise the error of an operation that has failed."""
@@ -224,17 +221,4 @@ class CompiledMail(_Mail):
         raise AssertionError(posted.damage)
 
     def _step(self, items: Sequence[Any], any_of: bool, seconds: float) -> bool:
-        return bool(self._steps(tuple(items), any_of, seconds))
-
-    def _wait_for(
-        self, ready: Callable[[], bool], items: Sequence[Any], to: int, source: int, tag: int,
-        deadline: Deadline,
-    ) -> None:  # fmt: skip
-        pending = RECEIVING if to == NOBODY else SENDING
-        steps, items = self._steps, tuple(items)
-
-        def advance(seconds: float = -1.0) -> int:
-            steps(items, True, seconds)
-            return 0 if ready() else pending
-
-        self._wait(advance, to, source, tag, deadline)
+        return bool(self._messages.step(tuple(items), any_of, seconds))

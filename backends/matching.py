@@ -9,18 +9,19 @@ receiver takes all messages off the stream up to its own, and keeps them for lat
 takes messages off a stream in which no receiver waits, so a sender that is too fast has to wait.
 Over connections :mod:`.flow` bounds what is kept.
 
-A message in flight is an iterator. Each step does all that is possible without waiting. If the
-message must wait, the step yields the ranks whose streams it waits for. The sequence is empty if it
-waits for another thread of this rank, which is in the middle of a message on the same stream.
+Every send and every receive is posted. A call that waits for its message posts it, and then moves
+all that is in flight until the message is there. A message that leaves or arrives is an iterator,
+whose steps do all that is possible without waiting.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
@@ -38,7 +39,7 @@ from collective.contract.mail import (
 from collective.contract.waits import MessageCall
 from collective.native import NOBODY
 
-from .flow import CONTROL_TAG, Flow, Granting, has_window
+from .flow import CONTROL_TAG, Flow, has_window
 
 if TYPE_CHECKING:
     from collective import native
@@ -58,6 +59,8 @@ _NO_LENGTH = 1 << 47
 # Bytes of all copies of posted sends; the same number as in messages.h.
 _COPIED_BYTES = 64 << 20
 _NOTHING = np.empty(0, np.uint8)
+# What a send yields that waits for a grant, in nobody's way.
+_WAITS_FOR_GRANT = object()
 
 
 class Prefix(Protocol):
@@ -91,10 +94,10 @@ def bytes_of(memory: Any) -> Array:
 
 
 class StreamLock:
-    """Lock of one stream, held by the thread that is in the middle of a message there.
+    """Lock of the stream from a peer, held by the thread that reads there.
 
-    A call that fails in the middle keeps the lock, since the next bytes of the stream are no
-    prefix.
+    A call that gives up in the middle of a message keeps the lock, since the next bytes of the
+    stream are no prefix.
     """
 
     __slots__ = ("_lock", "_wanted")
@@ -125,10 +128,9 @@ class Carrier(Protocol):
     """The streams to and from one peer.
 
     Attributes:
-        sending, receiving: locks of the two streams.
+        receiving: lock of the stream from the peer. The stream to it belongs to the engine's queue.
     """
 
-    sending: StreamLock
     receiving: StreamLock
 
     def write(self, content: Array, tag: int) -> Iterator[None]:
@@ -171,20 +173,30 @@ class _Kept:
 
 
 class Posted:
-    """A send or a receive in flight; see :class:`collective.contract.mail.Posted`."""
+    """A send or a receive in flight; see :class:`collective.contract.mail.Posted`.
 
-    __slots__ = ("damage", "data", "error", "mask", "memory", "nbytes", "number", "room",
-                 "source", "state", "tag", "to")  # fmt: skip
+    Args:
+        memory, source, to, tag, mask: as of the engine's methods.
+        mark: mark of the messages that a receive accepts; None for any.
+        exact: whether an accepted message must be as long as the memory.
+    """
 
-    def __init__(self, memory: Any, source: int, to: int, tag: int, mask: int = -1) -> None:
+    __slots__ = ("damage", "data", "error", "exact", "mark", "mask", "memory", "nbytes", "number",
+                 "prefix", "room", "source", "state", "tag", "to")  # fmt: skip
+
+    def __init__(
+        self, memory: Any, source: int, to: int, tag: int, mask: int = -1, mark: int | None = None,
+        exact: bool = False,
+    ) -> None:  # fmt: skip
         array = None if memory is None else bytes_of(memory)
         if array is not None and not array.flags.writeable and array.size:
             raise BufferError("the buffer is read-only")
         self.memory = array
         self.room = 0 if array is None else array.size
-        self.source, self.to, self.tag, self.mask = source, to, tag, mask
-        self.state, self.nbytes, self.number = PENDING, 0, 0
+        self.source, self.to, self.tag, self.mask, self.mark = source, to, tag, mask, mark
+        self.exact, self.state, self.nbytes, self.number = exact, PENDING, 0, 0
         self.data: Any = None
+        self.prefix: Any = None
         self.damage: str | None = None
         self.error: BaseException | None = None
 
@@ -192,6 +204,16 @@ class Posted:
     def done(self) -> bool:
         """Whether it has ended."""
         return self.state > MATCHED
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is over, and a received message has fitted into its memory."""
+        placed = self.to >= 0 or self.data is not None or self.nbytes <= self.room
+        return self.state == OVER and placed
+
+    def accepts(self, prefix: Any) -> bool:
+        """Return whether a message has the mark that this receive wants, if it wants one."""
+        return self.mark is None or (self.mark != 0 and prefix.mark == self.mark)
 
     def end(self, state: int = OVER, error: BaseException | None = None) -> None:
         """Mark the operation as ended, and give back its memory."""
@@ -206,7 +228,7 @@ class Engine:
     Args:
         carriers: those of all peers.
         news: function that is called when other threads that wait should try again: a stream that
-            they wanted is free, or a message has been kept for them.
+            they wanted is free, or a message may be theirs.
         rank: this rank, if it also posts messages to itself.
 
     Attributes:
@@ -228,7 +250,7 @@ class Engine:
         if rank != NOBODY:
             self._inboxes[rank] = _Inbox(self, rank, None)
         self.queues: dict[int, deque[tuple[Posted, Generator[Any, None, None], int]]] = {}
-        # Posted sends that wait for a grant, with the same parts. They are in nobody's way.
+        # Sends that wait for a grant, with the same parts.
         self._announced: dict[int, deque[tuple[Posted, Generator[Any, None, None], int]]] = {}
         self._flows: dict[int, Flow] = {
             rank: carrier.flow for rank, carrier in carriers.items() if hasattr(carrier, "flow")
@@ -241,9 +263,6 @@ class Engine:
         self._wanted: Counter[int] = Counter()
         self._posts = self._copied = 0
         self._flushing: dict[int, bool] = {}
-        # For the first send of each queue, the streams that it waits for: none if another call is
-        # in the middle of a message there.
-        self._blocked: dict[int, Sequence[int]] = {}
         self._ended: set[int] = set()
         self.lock = threading.RLock()
 
@@ -252,39 +271,76 @@ class Engine:
     def post_send(self, data: Any, to: int, tag: int) -> Posted:
         """Post a send; see :class:`collective.contract.mail.Engine`."""
         content = np.empty(0, np.uint8) if data is None else bytes_of(data)
-        posted = Posted(None, NOBODY, to, tag)
-        posted.nbytes = nbytes = content.size
+        nbytes = content.size
         copies = to == self._rank or (nbytes <= EAGER_BYTES and self._copied <= _COPIED_BYTES)
         if copies:
             content = content.copy()
         if to == self._rank:
-            posted.end()
-            inbox = self._inboxes[to]
-            while not inbox.lock.take():
-                time.sleep(0)
-            inbox.deliver()
-            inbox.put(_Prefix(nbytes, tag), content)
-            inbox.lock.leave()
-            return posted
-        with self.lock:
-            copied = nbytes if copies else 0
-            self._copied += copied
-            steps = self.send(content, to, tag, None, queued=True)
-            self.queues.setdefault(to, deque()).append((posted, steps, copied))
+            return self._send_to_self(content, tag)
+        posted = self._enqueue(content, to, tag, copied=nbytes if copies else 0)
         self._flush(to)
         # A send that cannot leave has failed by now.
         if copies and not posted.done:
             posted.end()
         return posted
 
+    def _send_to_self(self, content: Array, tag: int) -> Posted:
+        posted = Posted(None, NOBODY, self._rank, tag)
+        posted.nbytes = content.size
+        posted.end()
+        inbox = self._inboxes[self._rank]
+        while not inbox.lock.take():
+            time.sleep(0)
+        inbox.deliver()
+        inbox.put(_Prefix(content.size, tag), content)
+        if inbox.lock.leave() | inbox.have_moved():
+            self._news()
+        return posted
+
+    def _enqueue(
+        self, content: Array, to: int, tag: int, mark: int | None = None, copied: int = 0
+    ) -> Posted:
+        """Append a message to the queue of a rank.
+
+        Args:
+            copied: bytes of the message that have been copied.
+        """
+        posted = Posted(None, NOBODY, to, tag)
+        posted.nbytes = content.size
+        with self.lock:
+            self._copied += copied
+            steps = self._leaving(content, to, tag, () if mark is None else (mark,))
+            self.queues.setdefault(to, deque()).append((posted, steps, copied))
+        return posted
+
+    def _leaving(
+        self, content: Array, to: int, tag: int, marks: tuple[int, ...]
+    ) -> Generator[object, None, None]:
+        """Send a message; announce it first if it does not fit into the window."""
+        carrier, flow = self._carriers[to], self._flows.get(to)
+        if flow is None:
+            yield from _whole(carrier, carrier.write(content, tag, *marks))
+            return
+        number = flow.begin(content.size) if has_window(tag) else 0
+        if number:
+            yield from _framed(carrier, carrier.announce(content.size, tag, number))
+            while not flow.granted(number):
+                yield _WAITS_FOR_GRANT
+            tag, marks = CONTROL_TAG, (-number,)
+        yield from _framed(carrier, carrier.write(content, tag, *marks))
+
     def post_receive(self, memory: Any, source: int, tag: int, mask: int) -> Posted:
         """Post a receive; see :class:`collective.contract.mail.Engine`."""
-        posted = Posted(memory, source, NOBODY, tag, mask)
+        posted = self._await(Posted(memory, source, NOBODY, tag, mask))
+        self.progress()
+        return posted
+
+    def _await(self, posted: Posted) -> Posted:
+        """Append a receive to those that wait."""
         with self.lock:
             self._posts = posted.number = self._posts + 1
             self._waiting.append(posted)
-            self._wanted[source] += 1
-        self.progress()
+            self._wanted[posted.source] += 1
         return posted
 
     def cancel(self, posted: Posted) -> bool:
@@ -332,51 +388,61 @@ class Engine:
 
     def awaited(self) -> dict[int, list[int]]:
         """Return the ranks whose streams the operations in flight wait for, as an Exchange."""
-        queues = [rank for rank, queue in self.queues.items() if queue and self._blocked.get(rank)]
-        reading = [rank for rank in self._carriers if self.wants(rank) or self._announced.get(rank)]
-        return {SENDING: queues, RECEIVING: reading}
+        return {
+            SENDING: [rank for rank in self._carriers if self.queues.get(rank) or self._owes(rank)],
+            RECEIVING: [rank for rank in self._carriers if self._reads(rank)],
+        }
 
-    def due(self) -> list[int]:
-        """Send the control frames that are due; return the ranks for which some are left."""
-        return [rank for rank, flow in self._flows.items() if not flow.tell_due()]
+    def _reads(self, rank: int) -> bool:
+        """Return whether something from a rank is waited for: a message, or room for one."""
+        return self.wants(rank) or (rank in self._flows and self._sends_to(rank))
+
+    def _sends_to(self, rank: int) -> bool:
+        return bool(self.queues.get(rank) or self._announced.get(rank))
+
+    def _owes(self, rank: int) -> bool:
+        """Send the control frames that are due to a rank; return whether some are left."""
+        return rank in self._flows and not self._flows[rank].tell_due()
 
     def progress(self) -> None:
         """Do all that is possible for the operations in flight without waiting."""
-        for to in [to for to, sends in self._announced.items() if sends]:
-            self.look_for_grants(to)
         for to in [to for to, queue in self.queues.items() if queue]:
             self._flush(to)
-        self.due()
+        # A receiver that cannot send as much may not read either.
+        for to in [to for to in self._flows if self._sends_to(to)]:
+            self._look_for_grants(to)
+        for flow in self._flows.values():
+            flow.tell_due()
         if not (self._waiting or self._matched):
             return
-        for rank in self._turns.of(self._inboxes, 0):
+        for rank in self._sources():
             inbox = self._inboxes[rank]
-            if not self.wants(rank) or not inbox.lock.take():
+            if not inbox.lock.take():
                 continue
             try:
                 inbox.drain(lambda rank=rank: self.wants(rank))  # type: ignore[misc]
             except EOFError as error:
                 self.fail(rank, error)
             finally:
-                if inbox.lock.leave() | inbox.have_kept():
+                if inbox.lock.leave() | inbox.have_moved():
                     self._news()
 
-    def look_for_grants(self, to: int) -> None:
-        """Read what a rank sends, and put the posted sends that it grants into their queue."""
+    def _look_for_grants(self, to: int) -> None:
+        """Read what a rank sends, and put the sends that it grants into their queue."""
         try:
-            self.read(to)
+            self._read(to)
             with self.lock:
                 sends = self._announced.get(to, ())
                 for send in [send for send in sends if self._flows[to].has_granted()]:
                     # The generator takes the grant, if it is its own.
-                    if not isinstance(next(send[1], None), Granting):
+                    if next(send[1], None) is not _WAITS_FOR_GRANT:
                         self._announced[to].remove(send)
                         self.queues.setdefault(to, deque()).append(send)
         except (EOFError, OSError) as error:
             self._drop(to, error)
 
-    def read(self, rank: int) -> None:
-        """Read what a rank has sent, for posted receives or to be kept.
+    def _read(self, rank: int) -> None:
+        """Read what a rank has sent, for receives or to be kept.
 
         Raises:
             EOFError: the stream has ended.
@@ -387,8 +453,16 @@ class Engine:
         try:
             inbox.drain(lambda: True)
         finally:
-            if inbox.lock.leave() | inbox.have_kept():
+            if inbox.lock.leave() | inbox.have_moved():
                 self._news()
+
+    def _sources(self) -> list[int]:
+        """Return the ranks whose messages receives wait for; for a receive from any, in turns."""
+        if not self._wanted[ANY_SOURCE]:
+            return [rank for rank, count in list(self._wanted.items()) if count > 0]
+        waiting = list(self._waiting)
+        tag = next((posted.tag for posted in waiting if posted.source == ANY_SOURCE), 0)
+        return self._turns.of(self._inboxes, tag)
 
     def _flush(self, to: int) -> bool:
         """Send what can be sent of a queue; return whether the queue is empty.
@@ -398,13 +472,19 @@ class Engine:
         """
         queue = self.queues.get(to)
         while queue:
-            with self.lock:
-                if self._flushing.get(to) or not queue:
-                    return not queue
-                self._flushing[to] = True
-            posted, steps, copied = queue[0]
+            if not self._begin_flushing(to):
+                return not queue
             try:
-                peers = next(steps, None)
+                if not queue:
+                    return True
+                posted, steps, copied = queue[0]
+                step = next(steps, steps)
+                if step is None:
+                    return False
+                queue.popleft()
+                if step is _WAITS_FOR_GRANT:
+                    self._announced.setdefault(to, deque()).append((posted, steps, copied))
+                    continue
             except BaseException as error:
                 self._drop(to, error)
                 if not isinstance(error, Exception):
@@ -412,23 +492,22 @@ class Engine:
                 return True
             finally:
                 self._flushing[to] = False
-            if isinstance(peers, Granting):
-                queue.popleft()
-                self._announced.setdefault(to, deque()).append((posted, steps, copied))
-                continue
-            if peers is not None:
-                self._blocked[to] = peers
-                return False
-            queue.popleft()
             self._copied -= copied
             if not posted.done:
                 posted.end()
+            self._news()
         return True
+
+    def _begin_flushing(self, to: int) -> bool:
+        """Take a queue, so that no other thread does; return whether it was free."""
+        with self.lock:
+            is_free = not self._flushing.get(to)
+            self._flushing[to] = True
+        return is_free
 
     def _drop(self, to: int, error: BaseException) -> None:
         """End all sends to a rank after an error."""
-        sends = [*self.queues.pop(to, ()), *self._announced.pop(to, ())]
-        for posted, steps, copied in sends:
+        for posted, steps, copied in [*self.queues.pop(to, ()), *self._announced.pop(to, ())]:
             steps.close()
             self._copied -= copied
             if not posted.done:
@@ -452,14 +531,20 @@ class Engine:
         for rank in [*self._carriers, self._rank]:
             self.fail(rank, error)
 
-    def match(self, rank: int, tag: int) -> Posted | None:
-        """Take the first receive for a message, or return None."""
+    def match(self, rank: int, prefix: Any, last: int | None) -> Posted | None:
+        """Take the first receive for a message, or return None.
+
+        Args:
+            last: number of the last receive that may get it; None for any.
+        """
         if not self._waiting:
             return None
         with self.lock:
             for posted in self._waiting:
-                if tag & posted.mask == posted.tag and posted.source in (rank, ANY_SOURCE):
-                    return self.take(posted, rank)
+                if last is not None and posted.number > last:
+                    return None
+                if prefix.tag & posted.mask == posted.tag and posted.source in (rank, ANY_SOURCE):
+                    return self.take(posted, rank, prefix)
         return None
 
     def newer(self, number: int, rank: int) -> list[Posted]:
@@ -468,15 +553,21 @@ class Engine:
             waiting = itertools.takewhile(lambda p: p.number > number, reversed(self._waiting))
             return [p for p in waiting if p.source in (rank, ANY_SOURCE)][::-1]
 
-    def take(self, posted: Posted, rank: int) -> Posted:
-        """Take a receive that a message of a rank matches out of those that wait."""
+    def take(self, posted: Posted, rank: int, prefix: Any) -> Posted:
+        """Take a receive that a message of a rank matches out of those that wait.
+
+        Raises:
+            BackendError: the message has another length than the receive expects.
+        """
         with self.lock:
             self._remove(self._waiting, posted)
             if posted.source == ANY_SOURCE:
-                self._turns.serve(self._inboxes, rank, 0)
+                self._turns.serve(self._inboxes, rank, posted.tag)
             posted.source, posted.state = rank, MATCHED
             self._matched.append(posted)
             self._wanted[rank] += 1
+        if posted.exact and posted.accepts(prefix) and prefix.nbytes != posted.room:
+            self._carriers[rank].refuse(f"{prefix.nbytes} bytes in place of {posted.room}")
         return posted
 
     def _remove(self, receives: list[Posted], posted: Posted) -> None:
@@ -490,10 +581,10 @@ class Engine:
 
     def give(self, posted: Posted, prefix: Any, content: Array, placed: bool = False) -> None:
         """End a receive whose message is complete, and perhaps in its place already."""
-        posted.tag, posted.nbytes = prefix.tag, content.size
+        posted.tag, posted.nbytes, posted.prefix = prefix.tag, content.size, prefix
         if posted.memory is None:
             posted.data = content.data
-        elif not placed:
+        elif not placed and posted.accepts(prefix):
             room = posted.memory[: content.size]
             room[:] = content[: room.size]
         with self.lock:
@@ -522,206 +613,129 @@ class Engine:
                 another mark comes, it is taken off the stream and dropped. If the mark is 0, any
                 message is dropped.
         """
-        steps: dict[int, Generator[Sequence[int], None, None]] = {}
-        exchange = Exchange(self, steps)
-        if src is not None:
-            steps[SENDING] = self.send(src, to, tag, mark)
+        sending = receiving = None
         if dst is not None:
-            steps[RECEIVING] = exchange.note(self.receive(dst, source, tag, mark))
-        return exchange
+            receiving = self._await(Posted(dst, source, NOBODY, tag, mark=mark, exact=True))
+        if src is not None:
+            sending = self._enqueue(src, to, tag, mark)
+        return Exchange(self, sending, receiving)
 
-    def send(
-        self, content: Array, to: int, tag: int, mark: int | None = None, queued: bool = False
-    ) -> Generator[Sequence[int], None, None]:
-        """Send a message; see :meth:`exchange`.
+    def withdraw(self, posted: Posted) -> None:
+        """Take back an operation whose caller gives up.
 
-        Args:
-            queued: whether it is in a queue. Otherwise it waits for all that are.
+        A stream on which a message stays incomplete is not used again: what would follow on it is
+        no prefix.
         """
-        carrier, flow = self._carriers[to], self._flows.get(to) if has_window(tag) else None
-        while not queued and self.queues and not self._flush(to):
-            yield (to,)
-        # A message owns the stream from its prefix to its end.
-        while not carrier.sending.take():
-            yield ()
-        peers = (to,)
-        marks = () if mark is None else (mark,)
-        if flow is not None and flow.is_full(content.size):
-            self.read(to)  # there may be a credit
-        number = 0 if flow is None else flow.begin(content.size)
-        if flow is not None and number:
-            for _ in _whole(carrier, carrier.announce(content.size, tag, number)):
-                yield peers
-            if carrier.sending.leave():
-                self._news()
+        if posted.to >= 0:
+            while not self._begin_flushing(posted.to):
+                time.sleep(0)
             try:
-                while not flow.granted(number):
-                    if not queued:
-                        self.read(to)
-                    yield Granting(peers)
-                while not carrier.sending.take():
-                    yield ()
-            except BaseException:
-                carrier.spoil()  # the peer may ask for bytes that are gone
-                raise
-            tag, marks = CONTROL_TAG, (-number,)
-        for _ in _whole(carrier, carrier.write(content, tag, *marks)):
-            if flow is not None and not queued:
-                self.read(to)  # the receiver may wait until it can send as much
-            yield peers
-        if carrier.sending.leave():
-            self._news()
-
-    def receive(
-        self, out: Array, source: int, tag: int, mark: int | None = None
-    ) -> Generator[Sequence[int], None, tuple[int, Any]]:
-        """Receive a message; return the sender's rank and the prefix. See :meth:`exchange`."""
-        sources = self._inboxes if source == ANY_SOURCE else (source,)
-        while True:
-            awaited = []
-            ended: EOFError | None = None
-            for rank in self._turns.of(sources, tag):
-                inbox = self._inboxes[rank]
-                # Another thread may be receiving a message from this rank, for a long time.
-                # Meanwhile another rank may have sent one, so do not wait for the lock.
-                if not inbox.lock.take():
-                    continue
-                try:
-                    message = inbox.receive(tag, out, mark)
-                except EOFError as error:
-                    inbox.lock.leave()
-                    ended = error
-                    continue
-                if message is not None:
-                    self._turns.serve(sources, rank, tag)
-                    peers = (rank,)
-                    prefix, moves = message
-                    for _ in moves or ():
-                        yield peers
-                if inbox.lock.leave() | inbox.have_kept():
-                    self._news()
-                if message is not None:
-                    if message[1] is None:
-                        yield from self._receive_announced(inbox, rank, prefix, out)
-                    return rank, prefix
-                awaited.append(rank)
-            # Of several sources one is enough, so the end of a stream matters once all have ended.
-            if ended is not None and not awaited:
-                raise ended
-            yield awaited
-
-    def _receive_announced(
-        self, inbox: _Inbox, rank: int, prefix: Any, out: Array
-    ) -> Generator[Sequence[int], None, None]:
-        """Receive the bytes of a message, which this exchange has asked for."""
-        peers, moves = (rank,), None
-        try:
-            while moves is None:
-                if not inbox.lock.take():
-                    yield ()
-                    continue
-                try:
-                    moves = inbox.receive_announced(prefix.mark, out)
-                except EOFError:
-                    inbox.lock.leave()
-                    raise
-                for _ in moves or ():
-                    yield peers
-                if inbox.lock.leave() | inbox.have_kept():
-                    self._news()
-                if moves is None:
-                    yield peers
-        except BaseException:
-            self._carriers[rank].spoil()  # nobody will take the bytes
-            raise
-
-
-class Exchange:
-    """A send, a receive, or both, in flight.
-
-    Attributes:
-        awaited: by unfinished part, the ranks whose streams it waits for.
-        sender: the rank that has sent the received message, or ``NOBODY``.
-        prefix: the prefix of the received message, or None.
-    """
-
-    __slots__ = ("_engine", "_steps", "awaited", "prefix", "sender")
-
-    def __init__(
-        self, engine: Engine, steps: Mapping[int, Generator[Sequence[int], None, None]]
-    ) -> None:
-        self._engine = engine
-        self._steps = steps
-        self.awaited: dict[int, Sequence[int]] = {}
-        self.sender = NOBODY
-        self.prefix: Any = None
-
-    def note(
-        self, receiving: Generator[Sequence[int], None, tuple[int, Any]]
-    ) -> Generator[Sequence[int], None, None]:
-        """Run a receive, and remember the sender and the prefix."""
-        self.sender, self.prefix = yield from receiving
-
-    def give_up(self) -> None:
-        """End the exchange; streams on which a message stays incomplete are not used again."""
-        for steps in self._steps.values():
-            steps.close()
-
-    def advance(self) -> int:
-        """Do all that is possible without waiting; return the sum of the unfinished parts."""
-        pending = 0
-        self.awaited.clear()
-        for part, steps in self._steps.items():
-            ranks = next(steps, None)
-            if ranks is not None:
-                self._await(part, () if isinstance(ranks, Granting) else ranks)
-                if isinstance(ranks, Granting):
-                    self._await(RECEIVING, ranks)
-                pending += part
-        if pending and self._engine.busy:
-            # Whoever waits moves the posted messages, too.
-            self._engine.progress()
-            for part, ranks in self._engine.awaited().items():
-                self._await(part, ranks)
-        if due := self._engine.due():
-            self._await(SENDING, due)
-        return pending
-
-    def _await(self, part: int, ranks: Sequence[int]) -> None:
-        self.awaited[part] = [*self.awaited.get(part, ()), *ranks]
+                queue = self.queues.get(posted.to, deque())
+                for index, (each, steps, copied) in enumerate(queue):
+                    if each is posted:
+                        # As long as it is first in the queue, no other message follows.
+                        never = (None for _ in itertools.repeat(None))
+                        begun = inspect.getgeneratorstate(steps) != inspect.GEN_CREATED
+                        steps.close()
+                        queue[index] = posted, never if begun else _nothing(), copied
+                        posted.end(CANCELLED)
+                for send in [s for s in self._announced.get(posted.to, ()) if s[0] is posted]:
+                    self._announced[posted.to].remove(send)
+                    self._carriers[posted.to].spoil()  # the peer may ask for bytes that are gone
+                    posted.end(CANCELLED)
+            finally:
+                self._flushing[posted.to] = False
+        elif not self.cancel(posted) and not posted.done:
+            inbox = self._inboxes[posted.source]
+            while not (inbox.over or inbox.lock.take()):
+                time.sleep(0)
+            if posted.done:
+                inbox.lock.leave()
+                return
+            inbox.give_up()  # and the lock stays taken
+            with self.lock:
+                self._remove(self._matched, posted)
+            posted.end(CANCELLED)
 
 
 class Waiter:
-    """A wait for posted operations, for those that wait for an :class:`Exchange`.
+    """A wait for posted operations.
+
+    Args:
+        engine: the messages of this rank.
+        ready: tells whether the wait is over.
+        pending: what is pending until then, :data:`SENDING` or :data:`RECEIVING`.
 
     Attributes:
-        awaited: as that of an exchange.
+        pending: the sum of the unfinished parts, as of the last step.
+        awaited: by part, the ranks whose streams are waited for.
     """
 
     def __init__(self, engine: Engine, ready: Callable[[], bool], pending: int) -> None:
         self._engine = engine
         self._ready = ready
-        self._pending = pending
+        self.pending = pending
         self.awaited: dict[int, list[int]] = {}
 
     def advance(self, seconds: float = 0.0) -> int:
-        """Make progress; return what is pending, or 0 if the wait is over."""
+        """Do all that is possible without waiting; return the sum of the unfinished parts."""
+        # Whoever waits moves all that is in flight.
         self._engine.progress()
-        due = self._engine.due()
-        if self._ready():
-            return 0
-        self.awaited = self._engine.awaited()
-        self.awaited[SENDING] += due
-        return self._pending
+        self.pending = self._left()
+        self.awaited = self._engine.awaited() if self.pending else {}
+        return self.pending
+
+    def _left(self) -> int:
+        return 0 if self._ready() else self.pending
 
     def give_up(self) -> None:
         """Do nothing: the operations stay in flight."""
+
+
+class Exchange(Waiter):
+    """A send, a receive, or both, of a caller that waits for them.
+
+    Attributes:
+        sender: rank that has sent the received message, or ``NOBODY``.
+        prefix: prefix of the received message, or None.
+    """
+
+    def __init__(self, engine: Engine, sending: Posted | None, receiving: Posted | None) -> None:
+        self._engine = engine
+        self._items = sending, receiving
+        self.pending = SENDING * (sending is not None) + RECEIVING * (receiving is not None)
+        self.awaited = {}
+        self.sender = NOBODY
+        self.prefix: Any = None
+
+    def _left(self) -> int:
+        pending = 0
+        for part, posted in zip((SENDING, RECEIVING), self._items):
+            if posted is None:
+                continue
+            if posted.state == FAILED:
+                assert posted.error is not None
+                raise posted.error
+            if not posted.done:
+                pending += part
+            elif part == RECEIVING:
+                self.sender, self.prefix = posted.source, posted.prefix
+        return pending
+
+    def give_up(self) -> None:
+        """End the exchange: its caller gets its memory back."""
+        for posted in self._items:
+            if posted is not None:
+                self._engine.withdraw(posted)
 
 
 class _Inbox:
     """Messages from one rank: those in the stream, and those kept until a receiver asks for them.
 
     A caller of its methods must hold the lock.
+
+    Attributes:
+        over: whether a message stays incomplete, so that nobody reads the stream any more.
     """
 
     def __init__(self, engine: Engine, rank: int, carrier: Any) -> None:
@@ -731,153 +745,78 @@ class _Inbox:
         self._carrier = carrier  # None for the messages of this rank to itself
         self._flow: Flow | None = getattr(carrier, "flow", None)
         self._kept: deque[_Kept] = deque()  # in order
-        self._keeping: Iterator[None] = iter(())  # reads a message that has arrived only in part
-        self._taken = self._new = False
+        # Reads a message that has arrived only in part.
+        self._keeping = _nothing()
+        self._moved = self.over = False
         self._scanned = 0  # number of the last receive that the kept messages have been offered to
 
-    def have_kept(self) -> bool:
-        """Return whether a message has been kept since the last call."""
-        new, self._new = self._new, False
-        return new
+    def have_moved(self) -> bool:
+        """Return whether a message has been kept or given to a receive since the last call."""
+        moved, self._moved = self._moved, False
+        return moved
 
-    def receive(self, tag: int, out: Array, mark: int | None) -> tuple[Any, Iterator[None]] | None:
-        """Find the next message with a tag.
+    def give_up(self) -> None:
+        """Read the message that is coming no further."""
+        self.over = True
+        self._keeping.close()
 
-        Returns:
-            The prefix, and an iterator that moves the message to ``out``, or drops it if it has
-            another mark; the caller holds the lock until its end. In place of the iterator None if
-            the message was only announced: see :meth:`receive_announced`. None if there is no such
-            message yet.
-
-        Raises:
-            BackendError: the stream has no valid message, or the message has another length.
-            EOFError: the stream has ended before such a message.
-        """
-        self.deliver()
-        # The message's bytes follow its prefix. The next prefix comes after these bytes.
-        while _is_over(self._keeping):
-            kept = next((each for each in self._kept if each.prefix.tag == tag), None)
-            if kept is not None and not kept.coming:
-                self._kept.remove(kept)
-                if not self._fits(kept.prefix, out, mark):
-                    return kept.prefix, iter(())
-                if kept.content is None:
-                    return self._ask(kept.prefix)
-                out[:] = kept.content
-                if kept.is_counted:
-                    self._free(kept.prefix)
-                return kept.prefix, iter(())
-            prefix = self._next(tag if kept is None else None)
-            if prefix is None:
-                return None
-            if kept is None and prefix.tag == tag and _is_over(self._keeping) and not self._taken:
-                if not self._fits(prefix, out, mark):
-                    out = np.empty(prefix.nbytes, np.uint8)
-                if self._is_announced(prefix):
-                    _is_over(self._carrier.read(prefix, _NOTHING))
-                    return self._ask(prefix)
-                self._free(prefix)
-                return prefix, _whole(self._carrier, self._carrier.read(prefix, out))
-        return None
-
-    def receive_announced(self, number: int, out: Array) -> Iterator[None] | None:
-        """Find the bytes of a message that :meth:`receive` has asked for.
-
-        Returns:
-            An iterator that moves them to ``out``; None if they are not there yet.
+    def drain(self, wanted: Callable[[], bool]) -> None:
+        """Read what has come, as long as it is wanted, for receives or to be kept.
 
         Raises:
+            BackendError: the stream has no valid message.
             EOFError: the stream has ended.
         """
         self.deliver()
-        while _is_over(self._keeping):
-            prefix = self._next(None, number)
-            if prefix is None:
-                return None
-            if prefix.tag == CONTROL_TAG and prefix.mark == -number:
-                self._fits(prefix, out, None)
-                assert self._flow is not None
-                self._flow.asking -= 1
-                return _whole(self._carrier, self._carrier.read(prefix, out))
-        return None
-
-    def _ask(self, prefix: Any) -> tuple[Any, None]:
-        """Ask for the bytes of an announced message, for an exchange."""
-        assert self._flow is not None
-        self._flow.asking += 1
-        self._flow.grant(prefix.mark)
-        return prefix, None
-
-    def _is_announced(self, prefix: Any) -> bool:
-        return self._flow is not None and has_window(prefix.tag) and prefix.mark > 0
-
-    def _free(self, prefix: Any) -> None:
-        """Note that a receive has taken a message that was not announced."""
-        if self._flow is not None:
-            self._flow.free(prefix)
-
-    def drain(self, wanted: Callable[[], bool]) -> None:
-        """Read what has come, as long as it is wanted, for posted receives or to be kept."""
-        self.deliver()
-        while _is_over(self._keeping) and wanted() and self._next(None) is not None:
+        # A message's bytes follow its prefix. The next prefix comes after these bytes.
+        while _is_over(self._keeping) and wanted() and self._next():
             pass
 
-    def _next(self, tag: int | None, number: int = 0) -> Any:
-        """Return the next prefix, or None; begin to read its message, unless it has this tag.
-
-        The bytes of the announced message with this number stay in the stream, too.
-        """
-        if self._carrier is None:
-            return None
-        prefix = self._carrier.prefix()
+    def _next(self) -> bool:
+        """Begin to read the next message; return False if there is none yet."""
+        prefix = None if self._carrier is None else self._carrier.prefix()
         if prefix is None:
-            return None
+            return False
         if not 0 <= prefix.nbytes < _NO_LENGTH:
             self._carrier.refuse(f"the header {tuple(prefix)} is not valid")
         if self._flow is not None and prefix.tag == CONTROL_TAG:
-            return self._control(self._flow, prefix, number)
-        posted = None if self._keeps(prefix.tag) else self._engine.match(self._rank, prefix.tag)
-        self._taken = posted is not None
-        if posted is not None or prefix.tag != tag:
-            self._keeping = self._keep(prefix, posted)
-        return prefix
+            self._control(self._flow, prefix)
+        else:
+            self._keeping = self._keep(prefix, self._match(prefix))
+        return True
 
-    def _control(self, flow: Flow, prefix: Any, number: int) -> Any:
-        """Act on a control frame; return its prefix, or None if another thread has to act on it."""
+    def _control(self, flow: Flow, prefix: Any) -> None:
+        """Act on a control frame: a credit, a grant, or the bytes of an announced message."""
         if prefix.mark >= 0:
             _is_over(self._carrier.read(prefix, _NOTHING))
             if (damage := flow.note(prefix)) is not None:
                 self._carrier.refuse(damage)
-            return prefix
-        if prefix.mark == -number:
-            return prefix
+            return
         posted, announced = flow.asked.pop(-prefix.mark, (None, None))
         kept = next((k for k in self._kept if k.coming and k.prefix.mark == -prefix.mark), None)
         if kept is not None:
             announced = kept.prefix
-        if announced is None and flow.asking > (number != 0):
-            self._new = True  # wakes that thread
-            return None
         if announced is None or announced.nbytes != prefix.nbytes:
             self._carrier.refuse(f"nobody has asked for the message {tuple(prefix)}")
         if kept is not None:
             self._keeping = self._fill(kept)
         else:
             self._keeping = self._keep(announced._replace(mark=0), posted, is_counted=False)
-        return prefix
 
-    def _fill(self, kept: _Kept) -> Iterator[None]:
+    def _fill(self, kept: _Kept) -> Generator[None, None, None]:
         """Read the bytes of a message that a probe has asked for."""
         kept.content = np.empty(kept.prefix.nbytes, np.uint8)
         yield from _whole(self._carrier, self._carrier.read(kept.prefix, kept.content))
         kept.prefix = kept.prefix._replace(mark=0)
         kept.coming = False
+        self._moved = True
         if kept.posted is not None:
             self._engine.give(kept.posted, kept.prefix, kept.content)
 
-    def _keeps(self, tag: int) -> bool:
-        """Return whether an older message with a tag is kept, which a new receive gets first."""
-        return any(kept.prefix.tag == tag for kept in self._kept)
+    def _match(self, prefix: Any) -> Posted | None:
+        # A receive that has not looked at the kept messages yet may match one of them, which is
+        # older.
+        return self._engine.match(self._rank, prefix, self._scanned if self._kept else None)
 
     def deliver(self) -> None:
         """Offer the kept messages to the receives that have been posted since."""
@@ -889,7 +828,7 @@ class _Inbox:
                 for kept in self._kept:
                     if kept.prefix.tag & posted.mask == posted.tag:
                         self._kept.remove(kept)
-                        self._engine.take(posted, self._rank)
+                        self._engine.take(posted, self._rank, kept.prefix)
                         self._give(posted, kept)
                         break
 
@@ -899,26 +838,34 @@ class _Inbox:
     ) -> None:  # fmt: skip
         """Give a message, which is complete or announced, to its receive, or keep it."""
         kept = _Kept(prefix, content, is_counted)
-        if posted is None and not self._keeps(prefix.tag):
-            posted = self._engine.match(self._rank, prefix.tag)
+        posted = posted or self._match(prefix)
         if posted is not None:
             self._give(posted, kept)
         else:
             self._kept.append(kept)
-            self._new = True
+            self._moved = True
 
     def _give(self, posted: Posted, kept: _Kept) -> None:
-        if kept.content is None:
+        """Give a kept message to its receive, or ask for its bytes."""
+        if kept.coming:
+            kept.posted = posted  # _fill() gives it the message
+        elif kept.content is None:
             assert self._flow is not None
             self._flow.asked[kept.prefix.mark] = (posted, kept.prefix)
-            if not kept.coming:
-                self._flow.grant(kept.prefix.mark)
-        elif kept.coming:
-            kept.posted = posted  # _fill() gives it the message
+            self._flow.grant(kept.prefix.mark)
         else:
             if kept.is_counted:
                 self._free(kept.prefix)
             self._engine.give(posted, kept.prefix, kept.content)
+            self._moved = True
+
+    def _is_announced(self, prefix: Any) -> bool:
+        return self._flow is not None and has_window(prefix.tag) and prefix.mark > 0
+
+    def _free(self, prefix: Any) -> None:
+        """Note that a receive has taken a message that was not announced."""
+        if self._flow is not None:
+            self._flow.free(prefix)
 
     def find(self, tag: int, mask: int, take: bool) -> Posted | None:
         """Return a kept message, which the caller owns if ``take`` is true."""
@@ -941,39 +888,48 @@ class _Inbox:
                 return message
         return None
 
-    def _fits(self, prefix: Any, out: Array, mark: int | None) -> bool:
-        """Return whether a message has the wanted mark, and check the length if it has."""
-        if mark is not None and (not mark or prefix.mark != mark):
-            return False
-        if prefix.nbytes != out.size:
-            self._carrier.refuse(f"{prefix.nbytes} bytes in place of {out.size}")
-        return True
-
-    def _keep(self, prefix: Any, posted: Posted | None, is_counted: bool = True) -> Iterator[None]:
+    def _keep(
+        self, prefix: Any, posted: Posted | None, is_counted: bool = True
+    ) -> Generator[None, None, None]:
         if self._is_announced(prefix):
             _is_over(self._carrier.read(prefix, _NOTHING))
             self.put(prefix, None, posted)
             return
         memory = None if posted is None else posted.memory
-        if posted is not None and memory is not None and prefix.nbytes <= memory.size:
+        fits = memory is not None and prefix.nbytes <= memory.size
+        if posted is not None and memory is not None and fits and posted.accepts(prefix):
             content = memory[: prefix.nbytes]
             yield from _whole(self._carrier, self._carrier.read(prefix, content))
             if is_counted:
                 self._free(prefix)
             self._engine.give(posted, prefix, content, placed=True)
+            self._moved = True
             return
         content = np.empty(prefix.nbytes, np.uint8)
         yield from _whole(self._carrier, self._carrier.read(prefix, content))
         self.put(prefix, content, posted, is_counted)
 
 
-def _whole(carrier: Any, steps: Iterator[None]) -> Iterator[None]:
+def _nothing() -> Generator[None, None, None]:
+    """Return a message that is over."""
+    return (None for _ in ())
+
+
+def _whole(carrier: Any, steps: Iterator[None]) -> Generator[None, None, None]:
     """Move a message; if that fails or is given up, the carrier's streams are not used again."""
     try:
         yield from steps
     except BaseException:
         carrier.spoil()
         raise
+
+
+def _framed(carrier: Any, steps: Iterator[None]) -> Generator[None, None, None]:
+    """Send a frame, between which and the others control frames may leave."""
+    while not carrier.sending.take():
+        yield
+    yield from _whole(carrier, steps)
+    carrier.sending.leave()
 
 
 def _is_over(steps: Iterator[None]) -> bool:

@@ -22,7 +22,6 @@ from collective.algorithms.messages import sendrecv
 from collective.backends.mail import PythonMail
 from collective.backends.matching import (
     Engine,
-    Exchange,
     StreamLock,
     Waiter,
     awaited,
@@ -121,7 +120,7 @@ class _Box:
         self._hub = hub
         self._rank, self._peer = rank, peer
         self._outgoing, self._incoming = hub.mail[peer, rank], hub.mail[rank, peer]
-        self.sending, self.receiving = StreamLock(), StreamLock()
+        self.receiving = StreamLock()
 
     def write(self, content: Array, tag: int) -> Iterator[None]:
         """Send a message; yield until a long one has been received."""
@@ -274,22 +273,19 @@ class ThreadsBackend(OneSided):
         return exchange.sender
 
     def _wait_for_mail(
-        self, exchange: Exchange | Waiter, to: int, source: int, call: object, deadline: Deadline
+        self, waiter: Waiter, to: int, source: int, call: object, deadline: Deadline
     ) -> None:
-        """Wait for an exchange or for posted messages."""
-        pending, peers = exchange.advance(), [r for r in range(self.size) if r != self.rank]
-
-        def ready() -> bool:
-            nonlocal pending
-            pending = exchange.advance()
-            return not pending
-
-        if pending:
+        """Wait for posted messages."""
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        if waiter.advance():
             with self._hub.condition:
                 self._wait(
-                    ready, lambda: awaited(pending, to, source, peers), call, deadline,
+                    lambda: not waiter.advance(),
+                    lambda: awaited(waiter.pending, to, source, peers),
+                    call,
+                    deadline,
                     all_needed=source != ANY_SOURCE,
-                )  # fmt: skip
+                )
 
     # -- primitives of the collectives ----------------------------------------------------
 

@@ -35,7 +35,6 @@ from .requests import (
     ANY_TAG,
     MESSAGE_NO_PROC,
     Exchange,
-    Ledger,
     Message,
     Operation,
     Persistent,
@@ -43,6 +42,7 @@ from .requests import (
     Receive,
     Request,
     Status,
+    answer,
     await_posted,
     empty,
     flush,
@@ -85,7 +85,7 @@ class Context(Inner):
     Attributes:
         rank, size: of this process in the communicator, and number of members.
         points, calls: messages of the program, and those of collective calls.
-        ledger: count of the program's messages.
+        answers: answers to synchronous sends.
         kind: class of its handles.
         topology: dimensions or neighbours, or None.
     """
@@ -98,7 +98,7 @@ class Context(Inner):
         self.size = len(self.ranks)
         self.points = mail.context(3 * number, self.ranks)
         self.calls = mail.context(3 * number + 1, self.ranks)
-        self.ledger = Ledger(mail.context(3 * number + 2, self.ranks))
+        self.answers = mail.context(3 * number + 2, self.ranks)
         self.world = core
         self.plans: Any = None
         self.errhandler = ERRORS_RETURN._inner
@@ -377,8 +377,10 @@ class Comm(Handle, Attributed, Handling, kind=True):
         context = self._live
         exchange = Exchange(context.points, tag)
         try:
-            context.ledger.sends(self._peer(dest), tag, exchange if synchronous else None)
-            exchange.send(data, dest)
+            dest = self._peer(dest)
+            if synchronous:
+                exchange.posted.append(context.answers.receive(None, dest, tag))
+            exchange.send(data, dest, synchronous)
         except collective.CollectiveError as error:
             raise translated(error) from error
         return exchange
@@ -387,7 +389,7 @@ class Comm(Handle, Attributed, Handling, kind=True):
         if source == PROC_NULL:
             return empty(PROC_NULL)
         context = self._live
-        exchange = Receive(context.points, _checked_tag(tag), context.ledger)
+        exchange = Receive(context.points, _checked_tag(tag), context.answers)
         try:
             exchange.received = exchange.receive(piece, self._peer(source, True))
         except collective.CollectiveError as error:
@@ -418,33 +420,58 @@ class Comm(Handle, Attributed, Handling, kind=True):
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer."""
-        context = self._plain(buf, dest, tag)
-        if context is None:
+        context = self._addressed(dest, tag)
+        if context is not None and _is_plain(buf):
+            self._give(context, buf, dest, tag)
+        else:
             _awaited(self._send(buf, dest, tag))
-            return
-        try:
-            context.ledger.sends(dest, tag)
-            posted = context.points.send(buf, dest, tag)
-            if not posted.done:
-                await_posted(context.points, posted)
-        except collective.CollectiveError as error:
-            raise translated(error) from error
 
-    def _plain(self, buf: Any, peer: int, tag: int) -> Any:
-        """Return the context if the engine can take the arguments as they are, or None."""
+    def _addressed(self, peer: Any, tag: Any, least: int = 0) -> Any:
+        """Return the context if peer and tag are plain numbers in their ranges, or None."""
         context = self._inner
         if (
-            type(buf) is np.ndarray
-            and context is not None
-            and buf.dtype.char in _PLAIN
-            and buf.flags.c_contiguous
-            and buf.size
+            context is not None
             and type(peer) is type(tag) is int
-            and 0 <= peer < context.size
-            and 0 <= tag <= TAG_UB
+            and least <= peer < context.size
+            and least <= tag <= TAG_UB
         ):
             return context
         return None
+
+    @staticmethod
+    def _give(context: Any, data: Any, dest: int, tag: int) -> None:
+        """Send plain memory."""
+        mail = context.points
+        try:
+            posted = mail.send(data, dest, tag)
+            if not posted.done:
+                await_posted(mail, posted)
+        except collective.CollectiveError as error:
+            raise translated(error) from error
+
+    @staticmethod
+    def _take(
+        context: Any, memory: Any, source: int, tag: int, status: Status | None, sent: Any = None
+    ) -> Any:
+        """Receive into plain memory, or (None) an object; return what was posted.
+
+        Args:
+            sent: posted send that must also end.
+        """
+        mail = context.points
+        try:
+            posted = mail.receive(memory, source, tag, True)
+        except collective.CollectiveError as error:
+            raise translated(error) from error
+        if posted.whole and (sent is None or sent.done):
+            answer(context.answers, mail, posted)
+            if status is not None:
+                _fill(status, mail.status(posted))
+        else:
+            receive = Receive(mail, tag, context.answers, posted)
+            receive.posted += () if sent is None else (sent,)
+            _awaited(receive, status)
+        return posted
 
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer, and wait for its receive."""
@@ -454,19 +481,11 @@ class Comm(Handle, Attributed, Handling, kind=True):
         self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> None:
         """Receive into a buffer."""
-        context = self._plain(buf, source, tag)
-        if context is None or not buf.flags.writeable:
+        context = self._addressed(source, tag, ANY_SOURCE)
+        if context is not None and _is_plain(buf, True):
+            self._take(context, buf, source, tag, status)
+        else:
             _awaited(self._recv(buf, source, tag), status)
-            return
-        mail = context.points
-        try:
-            posted = mail.receive(buf, source, tag)
-            await_posted(mail, posted)
-        except collective.CollectiveError as error:
-            raise translated(error) from error
-        context.ledger.has_received(source, tag)
-        if status is not None:
-            _fill(status, mail.status(posted))
 
     Rsend, Irsend = Send, Isend
 
@@ -486,24 +505,16 @@ class Comm(Handle, Attributed, Handling, kind=True):
         source: int = ANY_SOURCE, recvtag: int = ANY_TAG, status: Status | None = None,
     ) -> None:  # fmt: skip
         """Send one buffer and receive into another."""
-        context = self._plain(sendbuf, dest, sendtag)
-        if (
-            context is not None
-            and self._plain(recvbuf, source, recvtag) is not None
-            and recvbuf.flags.writeable
-        ):
-            mail = context.points
-            try:
-                received = mail.receive(recvbuf, source, recvtag)
-                context.ledger.sends(dest, sendtag)
-                await_posted(mail, received, mail.send(sendbuf, dest, sendtag))
-            except collective.CollectiveError as error:
-                raise translated(error) from error
-            context.ledger.has_received(source, recvtag)
-            if status is not None:
-                _fill(status, mail.status(received))
+        context = self._addressed(dest, sendtag)
+        plain = _is_plain(sendbuf) and _is_plain(recvbuf, True)
+        if context is None or not plain or self._addressed(source, recvtag, ANY_SOURCE) is None:
+            self.Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag).wait(status)
             return
-        self.Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag).wait(status)
+        try:
+            sent = context.points.send(sendbuf, dest, sendtag)
+        except collective.CollectiveError as error:
+            raise translated(error) from error
+        self._take(context, recvbuf, source, recvtag, status, sent)
 
     def Isendrecv(
         self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,
@@ -630,7 +641,7 @@ class Comm(Handle, Attributed, Handling, kind=True):
     def _matched(self, posted: Any, status: Status | None) -> Message:
         mail = self._live.points
         _fill(status, mail.status(posted))
-        return Message._of(Matched(mail, self._inner.ledger, posted, pickling.loads))  # type: ignore[no-any-return]
+        return Message._of(Matched(mail, self._inner.answers, posted, pickling.loads))  # type: ignore[no-any-return]
 
     probe, iprobe, mprobe, improbe = Probe, Iprobe, Mprobe, Improbe
 
@@ -650,7 +661,11 @@ class Comm(Handle, Attributed, Handling, kind=True):
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object."""
-        _awaited(self._send_object(obj, dest, tag))
+        context = self._addressed(dest, tag)
+        if context is not None:
+            self._give(context, pickling.dumps(obj), dest, tag)
+        else:
+            _awaited(self._send_object(obj, dest, tag))
 
     def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object, and wait for its receive."""
@@ -673,7 +688,7 @@ class Comm(Handle, Attributed, Handling, kind=True):
         if source == PROC_NULL:
             return empty(PROC_NULL)
         context = self._live
-        exchange = Receive(context.points, _checked_tag(tag), context.ledger)
+        exchange = Receive(context.points, _checked_tag(tag), context.answers)
         try:
             posted = exchange.received = exchange.receive_data(self._peer(source, True))
         except collective.CollectiveError as error:
@@ -688,7 +703,10 @@ class Comm(Handle, Attributed, Handling, kind=True):
         """Receive an object. ``buf`` is not used."""
         if buf is not None:
             warnings.warn("recv: the buffer is not used", UserWarning, stacklevel=2)
-        return _awaited(self._recv_object(source, tag), status)
+        context = self._addressed(source, tag, ANY_SOURCE)
+        if context is None:
+            return _awaited(self._recv_object(source, tag), status)
+        return pickling.loads(self._take(context, None, source, tag, status).data)
 
     def sendrecv(
         self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,
@@ -1211,6 +1229,13 @@ def _awaited(operation: Operation, status: Status | None = None) -> Any:
     if operation.error is not None:
         raise operation.error
     return operation.result
+
+
+def _is_plain(buf: Any, writes: bool = False) -> bool:
+    """Return whether the engine can take a buffer as it is."""
+    if type(buf) is not np.ndarray or buf.dtype.char not in _PLAIN:
+        return False
+    return bool(buf.flags.carray if writes else buf.flags.c_contiguous)
 
 
 def _checked_tag(tag: int) -> int:

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import array
 import os
-import struct
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +26,7 @@ from .handles import Handle, Inner
 from .messages import Piece, simple
 
 __all__ = [
-    "ANY_SOURCE", "ANY_TAG", "Exchange", "Grequest", "Ledger", "Message", "Operation",
+    "ANY_SOURCE", "ANY_TAG", "Exchange", "Grequest", "Message", "Operation",
     "Persistent", "Prequest", "Receive", "Request", "Status", "empty", "progress",
 ]  # fmt: skip
 
@@ -238,9 +236,10 @@ class Exchange(Operation):
         self.posted: list[Any] = []
         self.afterwards: list[Callable[[], Any]] = []
 
-    def send(self, data: Any, dst: int) -> None:
+    def send(self, data: Any, dst: int, wants_answer: bool = False) -> None:
         """Post a send of packed bytes."""
-        self.posted.append(self.mail.send(data if len(data) else None, dst, self.tag))
+        data = data if len(data) else None
+        self.posted.append(self.mail.send(data, dst, self.tag, wants_answer))
 
     def receive(self, piece: Piece, src: int) -> Any:
         """Post a receive into a piece."""
@@ -300,46 +299,19 @@ class Exchange(Operation):
             self.mail.cancel(self.received)
 
 
-class Ledger:
-    """Numbers of messages by peer and tag, by which synchronous sends learn of their receives.
+def answer(answers: Any, mail: Any, posted: Any) -> None:
+    """Tell the sender of a received message that it has been received, if it waits for that.
 
-    The n-th message to a peer with a tag meets the n-th receive from there. So a synchronous send
-    announces its number before the message, and the receiver answers once it has counted as many
-    receives. The announcement comes first, as messages of one rank do not overtake each other.
+    The answer has the tag of the message. Messages of one rank with one tag are received in order.
+    So when the n-th answer comes, the n-th such message has met its receive, whichever message is
+    answered.
 
     Args:
-        mail: messages for announcements, which have the tag 0, and for answers.
+        answers, mail: messages of the communicator: those for answers, and those of the program.
     """
-
-    _FORMAT = struct.Struct("<qqq")
-
-    def __init__(self, mail: Any) -> None:
-        self._mail = mail
-        self._sent: Counter[tuple[int, int]] = Counter()
-        self._received: Counter[tuple[int, int]] = Counter()
-        self._announced: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        self._answers = 0
-
-    def sends(self, dst: int, tag: int, exchange: Exchange | None = None) -> None:
-        """Count a message that is sent next; a given exchange also waits for its receive."""
-        self._sent[dst, tag] += 1
-        if exchange is not None:
-            self._answers = self._answers % (2**31 - 2) + 1
-            number = self._FORMAT.pack(tag, self._sent[dst, tag], self._answers)
-            exchange.posted.append(self._mail.receive(bytearray(1), dst, self._answers))
-            exchange.posted.append(self._mail.send(number, dst, 0))
-
-    def has_received(self, src: int, tag: int) -> None:
-        """Count a message that has been received, and answer if it was synchronous."""
-        self._received[src, tag] += 1
-        while (posted := self._mail.imatch(ANY_SOURCE, 0)) is not None:
-            source = self._mail.status(posted).source
-            its_tag, count, answer = self._FORMAT.unpack(posted.data)
-            self._announced.setdefault((source, its_tag), []).append((count, answer))
-        for count, answer in list(self._announced.get((src, tag), ())):
-            if count <= self._received[src, tag]:
-                self._announced[src, tag].remove((count, answer))
-                self._mail.send(b"\0", src, answer)
+    if mail.wants_answer(posted):
+        status = mail.status(posted)
+        answers.send(None, status.source, status.tag)
 
 
 class Receive(Exchange):
@@ -348,20 +320,22 @@ class Receive(Exchange):
     Args:
         mail: messages of a communicator.
         tag: the message's tag, or ``ANY_TAG``.
-        ledger: what counts the communicator's messages.
+        answers: messages for answers to synchronous sends.
+        posted: the receive, if it is posted already.
     """
 
-    def __init__(self, mail: Any, tag: int, ledger: Ledger) -> None:
+    def __init__(self, mail: Any, tag: int, answers: Any, posted: Any = None) -> None:
         super().__init__(mail, tag)
-        self._ledger = ledger
+        self._answers = answers
+        if posted is not None:
+            self.received = posted
+            self.posted.append(posted)
 
     def _complete(self) -> None:
         super()._complete()
         if id(self) in _outstanding:
             del _outstanding[id(self)]
-        source, tag, _, _, cancelled = self.fields
-        if not cancelled and source >= 0:
-            self._ledger.has_received(source, tag)
+        answer(self._answers, self.mail, self.received)
 
 
 def await_posted(mail: Any, *posted: Any) -> None:
@@ -865,10 +839,10 @@ class Grequest(Request):
 class _Matched(Inner):
     """Message that a probe has taken; ``posted`` is None for one from ``PROC_NULL``."""
 
-    def __init__(self, mail: Any, ledger: Any, posted: Any, loads: Callable[[Any], Any]) -> None:
+    def __init__(self, mail: Any, answers: Any, posted: Any, loads: Callable[[Any], Any]) -> None:
         super().__init__()
         self.mail = mail
-        self.ledger = ledger
+        self.answers = answers
         self.posted = posted
         self.loads = loads
 
@@ -939,7 +913,7 @@ def _claimed(matched: _Matched, piece: Piece | None, loads: Any) -> Request:
             operation.error = MPIError(
                 code, f"the message has {status.nbytes} bytes, the buffer {piece.nbytes}"
             )
-    matched.ledger.has_received(status.source, status.tag)
+    answer(matched.answers, matched.mail, posted)
     return Request._of(operation)  # type: ignore[no-any-return]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from collective.backends.mail import BaseMail
 from collective.backends.matching import Posted, describe
 from collective.backends.peers.monitored import inside
 from collective.contract.backend import ANY_SOURCE, Turns
@@ -38,7 +39,7 @@ class _OnLevel:
         return getattr(self.posted, name)
 
 
-class TwoLevelMail:
+class TwoLevelMail(BaseMail):
     """Posted messages of one rank on two levels; see :class:`collective.contract.mail.Engine`.
 
     Args:
@@ -60,11 +61,11 @@ class TwoLevelMail:
         level, rank = self._level_of(to)
         return self._placed(level.send(data, rank, tag), level, to)
 
-    def receive(self, memory: Any, source: int, tag: int, mask: int) -> Any:
+    def receive(self, memory: Any, source: int, tag: int, mask: int, wait: bool) -> Any:
         """Post a receive."""
         if source != ANY_SOURCE and not self._waiting:
             level, rank = self._level_of(source)
-            return self._placed(level.receive(memory, rank, tag, mask), level, source)
+            return self._placed(level.receive(memory, rank, tag, mask, wait), level, source)
         if self._channel.failure or self._channel.closed:
             return NotImplemented
         posted = Posted(memory, source, NOBODY, tag, mask)
@@ -116,22 +117,6 @@ class TwoLevelMail:
                 posted.memory[:count] = memoryview(found.data)[:count]
             posted.end()
 
-    def wait(self, items: Sequence[Any], any_of: bool, deadline: Deadline | float) -> None:
-        """Wait until all operations have ended, or any one of them."""
-        over = any if any_of else all
-        first = next((item for item in items if not item.done), None)
-        if first is not None:
-            to, source = first.to, first.source
-            if any_of and len(items) > 1:
-                to, source = NOBODY, ANY_SOURCE
-            self._wait(lambda: over(item.done for item in items), to, source, first.tag, deadline)
-
-    def wait_until(
-        self, ready: Callable[[], bool], source: int, tag: int, deadline: Deadline | float
-    ) -> None:
-        """Wait until ``ready()`` is true."""
-        self._wait(ready, NOBODY, source, tag, deadline)
-
     def busy(self) -> bool:
         """Return whether operations are in flight."""
         return bool(self._waiting) or self._inner.busy() or self._outer.busy()
@@ -146,7 +131,7 @@ class TwoLevelMail:
         self._inner.deliver(deadline)
         self._outer.deliver(deadline)
 
-    def refuse(self, where: object) -> None:
+    def refuse(self, where: object) -> None:  # type: ignore[override]  # an attribute elsewhere
         """Raise the reason why the communicator is broken or closed."""
         self._channel.check(where, ())
         self._channel.refuse_closed(where)
@@ -159,20 +144,18 @@ class TwoLevelMail:
             posted.level.explain(posted.posted)
         raise AssertionError(posted.damage)
 
-    def _wait(
-        self, ready: Callable[[], bool], to: int, source: int, tag: int, deadline: Deadline | float
-    ) -> None:
+    def _step(self, items: Sequence[Any], any_of: bool, seconds: float) -> bool:
         self.progress()
-        if ready():
-            return
+        return (any if any_of else all)(item.done for item in items)
+
+    def _wait(  # type: ignore[override]  # an attribute elsewhere
+        self, advance: Callable[[], int], to: int, source: int, tag: int, deadline: Deadline
+    ) -> None:
         others = [rank for rank in range(self._channel.size) if rank != self._channel.rank]
         ranks = others if source == ANY_SOURCE else [max(to, source)]
         where = describe(to, source, tag)
-        wait = self._channel.wait(where, Deadline.of(deadline), ranks, source == ANY_SOURCE)
-        while True:
-            self.progress()
-            if ready():
-                return
+        wait = self._channel.wait(where, deadline, ranks, source == ANY_SOURCE)
+        while advance():
             wait.turn()
 
     def _level_of(self, rank: int) -> tuple[Engine, int]:

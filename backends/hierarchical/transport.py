@@ -245,6 +245,9 @@ class HierarchicalBackend(TwoLevel):
         if self._across is not None:
             self._across.observe(recorder)
 
+    def delivered(self) -> bool:
+        return self._outer.delivered() and self._inner.delivered()
+
     def close(self) -> None:
         # Close the outer level first: a peer that sees this rank leave another level asks the outer
         # level's monitor for the reason.
@@ -324,7 +327,7 @@ class HierarchicalBackend(TwoLevel):
     def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
         if src == ANY_SOURCE:
             assert self.mail is not None  # otherwise the communicator refuses such a receive
-            posted = self.mail.receive(dst.array.view(np.uint8), src, tag, EXACTLY)
+            posted = self.mail.receive(dst.array.view(np.uint8), src, tag, EXACTLY, True)
             if posted is NotImplemented:
                 self.mail.refuse(describe(NOBODY, src, tag))
             self.mail.wait((posted,), False, deadline)

@@ -50,7 +50,7 @@ class _Line:
 
     def __init__(self, module: Any, comm: Any, channel: Channel, peer: int) -> None:
         self._module, self._comm, self._channel, self._peer = module, comm, channel, peer
-        self.sending, self.receiving = StreamLock(), StreamLock()
+        self.receiving = StreamLock()
         # Short messages that MPI has not passed on yet, with their bytes.
         self._sent: deque[tuple[Any, Array]] = deque()
         self._copied = 0

@@ -65,6 +65,7 @@ class Wait(Running):
         "_any_of",
         "_asked",
         "_asks_at",
+        "_began",
         "_channel",
         "_deadline",
         "_pause",
@@ -86,6 +87,7 @@ class Wait(Running):
     ) -> None:
         super().__init__(where, awaited, who)
         self._shown = False
+        self._began = time.monotonic()
         self._deadline = deadline
         self._sequence = sequence
         self._any_of = any_of
@@ -140,4 +142,4 @@ class Wait(Running):
         if self._until_compared.expired:
             self._until_compared = Deadline(_STALL_S)
             channel.compare()
-            look(self._deadline)
+            look(self._deadline, channel.recorder, self.where, self._began)

@@ -16,6 +16,7 @@ import numpy as np
 from collective import native
 from collective.contract.failure import Failure
 from collective.contract.mail import progress_all
+from collective.contract.recorder import Recorder
 from collective.contract.stalls import look
 from collective.contract.waits import (
     CLOSED,
@@ -110,6 +111,7 @@ class Control:
 
     Attributes:
         request: the call that began last.
+        recorder: recorder of the communicator's calls, once it has one.
         meeting: number common to the ranks that joined this segment; see :attr:`Backend.meeting`.
         notices: board on which the ranks describe the calls in which they wait.
         words: the segment as 64-bit words.
@@ -130,6 +132,7 @@ class Control:
         self._peers = [(1 + r) * LINE for r in range(size) if r != rank]
         self._asleep = [8 * (line + _ASLEEP) for line in self._peers]
         self.request: Request | str = "connect"
+        self.recorder: Recorder | None = None
         # Numbers of the descriptions that this rank has published.
         self._described: dict[Request, int] = {}
         self._pids = [0] * size
@@ -203,7 +206,7 @@ class Control:
         deadline: Deadline,
         watch: Callable[[Sequence[int]], None],
     ) -> None:
-        pause = 0.0005
+        pause = 50e-6  # the members of a group arrive at once
         while missing := [r for r in ranks if not self.words[(1 + r) * LINE + _STATE]]:
             watch(missing)
             if deadline.expired:
@@ -465,7 +468,7 @@ class Control:
                         self._publish(key, Waiting.of(what, caller(), awaited()))
                 if now >= look_at:
                     look_at = now + _STALL_S
-                    look(deadline)
+                    look(deadline, self.recorder, what, start)
                 if deadline.expired:
                     self._late(awaited(), what, deadline)
                 nap = min((now - start) * _NAP_SHARE, _NAP_LAST_S)

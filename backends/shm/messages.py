@@ -73,8 +73,12 @@ class RingMessages:
         self._control.refuse_broken(describe(to, source, tag))
         x, out = (None if each is None else each.array.view(np.uint8) for each in (src, dst))
         exchange = self.engine.exchange(x, to, out, source, tag)
-        if exchange.advance():
-            wait_for_message(self._control, exchange.advance, to, source, tag, deadline)
+        try:
+            if exchange.advance():
+                wait_for_message(self._control, exchange.advance, to, source, tag, deadline)
+        except BaseException:
+            exchange.give_up()
+            raise
         return exchange.sender
 
 
@@ -99,7 +103,7 @@ class RingPair:
     def __init__(self, control: Control, rank: int, single_copy: bool) -> None:
         self.outgoing = Ring(control, control.rank, rank)
         self.incoming = Ring(control, rank, control.rank)
-        self.sending, self.receiving = StreamLock(), StreamLock()
+        self.receiving = StreamLock()
         self._control = control
         self._single_copy = single_copy
         self._rank = rank

@@ -41,6 +41,7 @@ from .segment import TOO_MANY_FILES, Segment
 
 if TYPE_CHECKING:
     from collective.contract.backend import Note
+    from collective.contract.recorder import Recorder
     from collective.contract.work import Work
     from collective.contract.world import World
     from collective.request import Request
@@ -226,6 +227,9 @@ class ShmBackend(OneSided):
         number = np.full(1, -1, np.int64)
         return self._control.read(rank, address, number) and bool(number[0] == rank)
 
+    def observe(self, recorder: Recorder) -> None:
+        self._control.recorder = recorder
+
     def refuse_broken(self, where: object) -> None:
         self._control.refuse_broken(where)
 
@@ -304,6 +308,9 @@ class ShmBackend(OneSided):
             text = f"the segment of rank {rank} cannot be opened: {error}"
             self.abort(Failure("aborted", self.rank, f"group: {text} [rank {self.rank}]"))
             raise BackendUnavailableError(f"group: {text} [rank {self.rank}]. {remedy}.") from error
+
+    def delivered(self) -> bool:
+        return "mail" not in self.__dict__ or not self.mail.queued()  # a ring is visible at once
 
     def post(self, note: Note, rank: int) -> Mapping[int, Note]:
         self._board.post([rank, note])

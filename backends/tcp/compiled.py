@@ -57,6 +57,7 @@ class CompiledMessages:
         sockets, early = [-1] * size, [b""] * size
         for peer, stream in streams.items():
             sockets[peer], early[peer] = stream.sock.detach(), stream.early()
+        self._descriptors = [descriptor for descriptor in sockets if descriptor >= 0]
         idle = _IDLE_CROWDED_S if crowded else _IDLE_S
         callbacks = _Callbacks(backend, self)
         exchange = native.streams(self._flag, rank, size, sockets, early, idle, callbacks)
@@ -90,6 +91,10 @@ class CompiledMessages:
         """End all connections, which wakes all threads that wait, here and at the peers."""
         self._flag[0] = 1
         native.cut_streams(self.exchange)
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors of the connections, as long as this object is open."""
+        return self._descriptors
 
     def silent(self) -> set[int]:
         """Return the ranks whose hosts do not answer."""

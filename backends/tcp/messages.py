@@ -52,7 +52,7 @@ class StreamMessages:
         self._channel = channel
         self._streams = streams
         self.engine = Engine(streams, self._wake_others, channel.rank)
-        self._running: set[Exchange | Waiter] = set()
+        self._running: set[Waiter] = set()
         self.closed = False
         # Event descriptors of the threads that wait, by thread.
         self._bells: dict[int, int] = {}
@@ -75,40 +75,41 @@ class StreamMessages:
             deadline: deadline of the call.
             collective: the collective call to which the messages belong, or None.
         """
+        if self.closed:
+            raise self._channel.closed_error(collective or describe(to, source, tag))
         exchange = self.engine.exchange(src, to, dst, source, tag, mark)
-        self._running.add(exchange)
         try:
-            if self.closed:
-                raise self._channel.closed_error(collective or describe(to, source, tag))
-            if self._polls(exchange):
-                self._wait(exchange, to, source, tag, deadline, collective)
+            self.wait(exchange, to, source, tag, deadline, collective)
         except (EOFError, OSError) as error:
             exchange.give_up()
             where, ranks = collective or describe(to, source, tag), None
             if collective is None:
-                ranks = awaited(sum(exchange.awaited), to, source, self._streams)
+                ranks = awaited(exchange.pending, to, source, self._streams)
             any_of = source == ANY_SOURCE
             raise self._channel.explain(where, error, ranks, any_of) from error
         except BaseException:
             # The caller gets its arrays back.
             exchange.give_up()
             raise
-        finally:
-            self._running.discard(exchange)
-            if self.closed:
-                self._close_sockets()
         return exchange
 
     def silent(self) -> set[int]:
         """Return the ranks whose hosts do not answer."""
         return {r for r, stream in self._streams.items() if is_silent(tcp_info(stream.sock))}
 
-    def wait(self, waiter: Waiter, to: int, source: int, tag: int, deadline: Deadline) -> None:
+    def descriptors(self) -> list[int]:
+        """Return the descriptors of the connections."""
+        return [stream.sock.fileno() for stream in self._streams.values()]
+
+    def wait(
+        self, waiter: Waiter, to: int, source: int, tag: int, deadline: Deadline,
+        collective: object = None,
+    ) -> None:  # fmt: skip
         """Wait for posted operations."""
         self._running.add(waiter)
         try:
             if self._polls(waiter):
-                self._wait(waiter, to, source, tag, deadline, None)
+                self._wait(waiter, to, source, tag, deadline, collective)
         finally:
             self._running.discard(waiter)
             if self.closed:
@@ -144,18 +145,18 @@ class StreamMessages:
 
     # -- waiting --------------------------------------------------------------------------------
 
-    def _polls(self, exchange: Exchange | Waiter) -> int:
+    def _polls(self, waiter: Waiter) -> int:
         """Poll for a moment; return the sum of the unfinished parts."""
-        pending = exchange.advance()
+        pending = waiter.advance()
         if pending:
             until = time.perf_counter() + _POLL_S
             while pending and time.perf_counter() < until:
-                pending = exchange.advance()
+                pending = waiter.advance()
         return pending
 
     def _wait(
         self,
-        exchange: Exchange | Waiter,
+        waiter: Waiter,
         to: int,
         source: int,
         tag: int,
@@ -166,21 +167,21 @@ class StreamMessages:
         wait = self._channel.wait(where, deadline, None, source == ANY_SOURCE)
         with self._bell() as bell:
             # Another thread may have changed something before this one had its bell.
-            while exchange.advance():
-                moves = self._sleep(exchange, bell, wait.slice())
+            while waiter.advance():
+                moves = self._sleep(waiter, bell, wait.slice())
                 # As long as bytes move, no peer is missing. A failure ends the connections.
                 if not moves or deadline.expired:
-                    if exchange.advance() == 0:
+                    if waiter.advance() == 0:
                         return
                     if collective is None:
-                        wait.awaited = awaited(sum(exchange.awaited), to, source, self._streams)
+                        wait.awaited = awaited(waiter.pending, to, source, self._streams)
                     wait.check()
 
-    def _sleep(self, exchange: Exchange | Waiter, bell: int, seconds: float) -> bool:
-        """Sleep until the exchange can go on; return False if that took longer than ``seconds``."""
+    def _sleep(self, waiter: Waiter, bell: int, seconds: float) -> bool:
+        """Sleep until bytes can move; return False if that took longer than ``seconds``."""
         events = {bell: select.POLLIN}
         for part, event in ((SENDING, select.POLLOUT), (RECEIVING, select.POLLIN)):
-            for rank in exchange.awaited.get(part, ()):
+            for rank in waiter.awaited.get(part, ()):
                 if rank in self._streams:  # the others are this rank, whose threads ring the bell
                     descriptor = self._streams[rank].sock.fileno()
                     events[descriptor] = events.get(descriptor, 0) | event

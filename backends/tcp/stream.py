@@ -47,6 +47,7 @@ class Stream:
     Attributes:
         sock: the socket.
         flow: flow control of the messages.
+        sending: lock of the stream to the peer, held from the beginning of a frame to its end.
     """
 
     def __init__(

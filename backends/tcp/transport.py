@@ -23,7 +23,7 @@ from collective.deadline import Deadline
 from collective.errors import BackendError
 from collective.memory.buffer import Buffer
 from collective.native import NOBODY
-from collective.platform import usable_cores
+from collective.platform import unacknowledged, usable_cores
 
 from .compiled import CompiledMessages
 from .connecting import connect_all
@@ -93,6 +93,10 @@ class TcpBackend(Paired):
             messages.engine, messages.wait, lambda where: backend.refuse_all(where),
             lambda: messages.closed or channel.failure, messages.explain,
         )  # fmt: skip
+
+    def delivered(self) -> bool:
+        queued = "mail" in self.__dict__ and self.mail.queued()
+        return not queued and not any(map(unacknowledged, self._messages.descriptors()))
 
     def refuse_all(self, where: object) -> None:
         """Raise if the communicator is broken or closed."""

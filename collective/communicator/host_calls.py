@@ -16,7 +16,7 @@ from collective.errors import InvalidArgumentError
 
 from . import objects
 from .calls.broadcasting import Broadcast
-from .calls.gathering import AllGather, Gather
+from .calls.gathering import AllGather, AllGatherObjects, Gather
 from .calls.message import Recv, Send, Status
 from .calls.scattering import Scatter
 from .path import Path
@@ -108,6 +108,10 @@ class ObjectCalls:
 
     def all_gather(self, obj: Any, timeout: float | Deadline | None) -> list[Any]:
         """Return the list of the ranks' objects."""
+        if self._path.object_heads:
+            gathering = AllGatherObjects(self._path, self._encoded(obj))
+            parts = self._path.make(gathering, timeout, False)
+            return [self._decoded(raw, sender) for sender, raw in enumerate(parts)]
         call = AllGather(self._path, self._framed(obj), hosted="object")
         return self._unframed(self._path.make(call, timeout, False))
 

@@ -17,6 +17,7 @@ import numpy as np
 from collective.contract.backend import Backend
 from collective.contract.failure import Failure
 from collective.contract.mail import use
+from collective.contract.process import forked_from
 from collective.contract.stalls import Membership
 from collective.contract.work import deliver
 from collective.deadline import Deadline
@@ -258,12 +259,7 @@ class Inner:
         path = self._path
         if path.closed:
             return
-        self.foreign = (
-            f"this process (pid {os.getpid()}) was forked from that of rank {path.rank} of "
-            f"{path.size} (pid {os.getppid()}), which alone may use the communicator. Start "
-            "processes with the method 'spawn', and give them ranks of their own: "
-            "collective.init(rank=, size=, store=)."
-        )
+        self.foreign = forked_from(f"rank {path.rank} of {path.size}")
         path.shut()
         path.backend = Closed(path.backend, self.foreign)  # type: ignore[assignment]
 

@@ -10,8 +10,8 @@ from collective.contract.backend import ANY_SOURCE
 from collective.contract.mail import (
     ANY_TAG,
     CANCELLED,
-    EXACTLY,
     FAILED,
+    OVER,
     Engine,
     Posted,
     Status,
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Mail"]
 
-# The engine's tags of these messages have this bit, then the context, then 31 bits for the tag of
-# the caller. All other messages of a communicator have smaller or negative tags.
+# The engine's tags of these messages have this bit, then the context, then a bit for a wanted
+# answer, then 31 bits for the tag of the caller. All other messages of a communicator have smaller
+# or negative tags.
 _MAIL_BIT, _CONTEXT_SHIFT, _CONTEXTS, _TAGS = 1 << 62, 32, 1 << 30, 1 << 31
-_ANY = ~(_TAGS - 1)
+_WANTS_ANSWER = 1 << 31
+# Masks of a receive for any tag of a context, and for one tag.
+_ANY, _ONE = ~(_WANTS_ANSWER | _TAGS - 1), ~_WANTS_ANSWER
 
 
 class Mail:
@@ -48,6 +51,8 @@ class Mail:
         self._path = path
         self._engine = engine
         self._context = context
+        if ranks is not None and list(ranks) == list(range(path.size)):
+            ranks = None
         self._ranks = ranks
         self._bits = _MAIL_BIT | context << _CONTEXT_SHIFT
         self._send, self._receive = engine.send, engine.receive
@@ -70,21 +75,24 @@ class Mail:
 
     # -- posting ------------------------------------------------------------------------
 
-    def send(self, data: Any, dst: int, tag: int) -> Posted:
+    def send(self, data: Any, dst: int, tag: int, answer: bool = False) -> Posted:
         """Post a send, which may go to this rank itself.
 
         Args:
             data: contiguous buffer, or None for an empty message. It must not change until the
                 send has ended.
             dst, tag: rank that receives it, and an integer from 0 to 2**31 - 1.
+            answer: what :meth:`wants_answer` tells its receiver.
         """
         if not 0 <= tag < _TAGS:
             self._refuse_tag(tag)
         to = dst if self._ranks is None else self._ranks[dst]
+        if answer:
+            tag |= _WANTS_ANSWER
         posted = self._send(data, to, self._bits | tag)
         return self._refuse("send", tag) if posted is NotImplemented else posted
 
-    def receive(self, memory: Any, src: int, tag: int) -> Posted:
+    def receive(self, memory: Any, src: int, tag: int, wait: bool = False) -> Posted:
         """Post a receive.
 
         Args:
@@ -92,9 +100,15 @@ class Mail:
                 :attr:`Posted.data`.
             src: rank that sends the message, or ``ANY_SOURCE``.
             tag: tag of the message, or ``ANY_TAG``.
+            wait: whether the caller is about to wait for it.
         """
-        posted = self._receive(memory, *self._wanted(src, tag))
+        posted = self._receive(memory, *self._wanted(src, tag), wait)
         return self._refuse("recv", tag) if posted is NotImplemented else posted
+
+    @staticmethod
+    def wants_answer(posted: Posted) -> bool:
+        """Return whether the sender of a received message waits for an answer to it."""
+        return posted.tag & _WANTS_ANSWER != 0
 
     def _wanted(self, src: int, tag: int) -> tuple[int, int, int]:
         """Return source, tag and mask for the engine."""
@@ -104,7 +118,7 @@ class Mail:
             return src, self._bits, _ANY
         if not 0 <= tag < _TAGS:
             self._refuse_tag(tag)
-        return src, self._bits | tag, EXACTLY
+        return src, self._bits | tag, _ONE
 
     def cancel(self, posted: Posted) -> bool:
         """Withdraw a receive; return False if it has a message already, or is a send."""
@@ -133,6 +147,8 @@ class Mail:
             CollectiveTimeoutError: the operation has not ended in time. The communicator is broken.
             PeerLostError: the other rank is lost; for ``ANY_SOURCE``, all ranks are.
         """
+        if posted.whole:
+            return posted
         if not posted.done:
             self._wait((posted,), False, timeout)
         return self.check(posted)
@@ -141,7 +157,8 @@ class Mail:
         """Wait for all operations, and then raise the first one's error, if any has failed."""
         self._wait(tuple(items), False, timeout)
         for posted in items:
-            self.check(posted)
+            if not posted.whole:
+                self.check(posted)
 
     def wait_any(self, items: Sequence[Posted], timeout: float | None = None) -> int:
         """Wait until one operation has ended; return its index. It may have failed."""
@@ -156,7 +173,7 @@ class Mail:
             except BaseException as error:
                 self._path.note_failure(error)
                 raise
-        if posted.nbytes > posted.room and posted.to < 0 and posted.data is None:
+        if posted.state == OVER and not posted.whole:
             self._refuse_long(posted)
         return posted
 

@@ -68,7 +68,7 @@ def encode(value: Any, use_pickle: bool = False, what: str = "object") -> np.nda
         return np.frombuffer(_HEAD.pack(_PICKLE, 0) + _pickled(value, what), np.uint8)
     blobs: list[np.ndarray[Any, Any]] = []
     try:
-        text = json.dumps(_plain(value, blobs, what)).encode()
+        text = _WRITER.encode(_plain(value, blobs, what)).encode()
     except RecursionError as error:
         raise InvalidArgumentError(
             f"{what}: the object contains itself, or is nested too deeply: {_limit()}. Remove the "
@@ -117,7 +117,7 @@ def decode(raw: np.ndarray[Any, Any], use_pickle: bool = False, what: str = "obj
     """
     if raw.size < _HEAD.size:
         raise CollectiveError(f"{what}: {raw.size} bytes are too few for an object.")
-    kind, length = _HEAD.unpack(raw[: _HEAD.size].tobytes())
+    kind, length = _HEAD.unpack_from(raw.data)
     if kind == _PICKLE:
         if not use_pickle:
             raise InvalidArgumentError(
@@ -134,7 +134,7 @@ def decode(raw: np.ndarray[Any, Any], use_pickle: bool = False, what: str = "obj
             f"{what}: the message has {raw.size} bytes; its header announces {length} more."
         )
     try:
-        node = _parsed(raw[_HEAD.size : _HEAD.size + length].tobytes().decode("ascii"))
+        node = _parsed(str(raw.data[_HEAD.size : _HEAD.size + length], "ascii"))
         return _Reader(raw, _HEAD.size + length, what).object(node)
     except CollectiveError:
         raise
@@ -169,6 +169,7 @@ def _refuse_object(_: Any) -> Any:
     raise ValueError("a JSON object, which no version of this package writes")
 
 
+_WRITER = json.JSONEncoder()
 _PARSER = json.JSONDecoder(object_pairs_hook=_refuse_object)
 _WARY_PARSER = json.JSONDecoder(object_pairs_hook=_refuse_object, parse_int=_integer)
 
@@ -179,7 +180,10 @@ def _parsed(text: str) -> Any:
     # Calling a Python function for each integer is slow, so it is done only if Python itself does
     # not refuse long integers.
     is_safe = 0 < sys.get_int_max_str_digits() <= _DECIMAL_DIGITS
-    return (_PARSER if is_safe else _WARY_PARSER).decode(text)
+    node, end = (_PARSER if is_safe else _WARY_PARSER).raw_decode(text)
+    if end != len(text):
+        raise ValueError(f"{len(text) - end} characters follow the structure")
+    return node
 
 
 def _depth(text: str) -> int:
@@ -307,9 +311,13 @@ def _plain(value: Any, blobs: list[np.ndarray[Any, Any]], what: str) -> Any:
     if value is None or kind in (bool, int, float, str):
         return value
     if kind in (list, tuple, set, frozenset):
-        return [kind.__name__, *(_plain(item, blobs, what) for item in value)]
+        return [kind.__name__, *[_plain(item, blobs, what) for item in value]]
     if kind is dict:
-        pairs = ([_plain(k, blobs, what), _plain(v, blobs, what)] for k, v in value.items())
+        # Most keys are strings, which need no call.
+        pairs = [
+            [key if type(key) is str else _plain(key, blobs, what), _plain(item, blobs, what)]
+            for key, item in value.items()
+        ]
         return ["dict", *pairs]
     if kind is complex:
         return ["complex", value.real, value.imag]

@@ -656,10 +656,10 @@ class Path(_Gate):
 
     @property
     def object_heads(self) -> bool:
-        """Whether the broadcast of an object begins with a head, where that of an array does not.
+        """Whether calls on objects begin with heads, where those on arrays do not.
 
-        The transport compares the calls by itself. No rank but the root knows the object's length,
-        so without a head each such call would differ first.
+        The transport compares the calls by itself. No rank knows the lengths of the other ranks'
+        objects, so without heads each such call would differ first.
         """
         return not (self.agree_sizes or self.agree_first or self.enqueues or self.results)
 
@@ -672,6 +672,20 @@ class Path(_Gate):
             call = Request("broadcast", root=root, object=True).preceding("broadcast")
             planned = self.planned(call.step(1, "broadcast", root=root), fixed=True)
             self.remember(key, planned)
+        return planned
+
+    def object_heads_plan(self, nbytes: int) -> Planned:
+        """Return the plan of the operation that gives all ranks the heads of all ranks' objects.
+
+        Args:
+            nbytes: length of a head.
+        """
+        planned = self.plans.get("object heads")
+        if planned is None:
+            call = Request("all_gather", object=True).preceding("all_gather")
+            lengths = [nbytes] * self.size
+            planned = self.planned(call.step(1, "all_gather", elements=lengths), fixed=True)
+            self.remember("object heads", planned)
         return planned
 
     def break_mismatch(

@@ -39,7 +39,7 @@ def post_send(path: Path, data: Any, dst: int, tag: int) -> Any:
 
 def post_receive(path: Path, memory: Any, src: int, tag: int) -> Any:
     """Post a receive into an array over the engine of a path's transport."""
-    return _posted(path, path.mail.receive(memory, src, tag, EXACTLY), f"recv(tag={tag})")
+    return _posted(path, path.mail.receive(memory, src, tag, EXACTLY, False), f"recv(tag={tag})")
 
 
 def _posted(path: Path, posted: Any, what: str) -> Any:

@@ -88,6 +88,9 @@ __all__ = [
 #: - ``header``: the contents of ``Request.header``;
 #: - ``made``: the place in the program where the communicator was made;
 #: - ``beat``: a counter that grows from note to note;
+#: - ``needs``: None, or the number in the family of the rank whose message the call waits for;
+#:   then name and number belong to this call of this rank alone;
+#: - ``delivered``: whether the peers see all messages that this rank has sent;
 #: - ``found``: None, or the circle of waiting calls that this rank has found: the calls, each a
 #:   name and a number, and the text that describes the circle.
 Note = Mapping[str, Any]
@@ -321,6 +324,14 @@ class Backend(ABC):
         A transport that does not compare the ranks' calls by itself can have the records compared
         when a call stalls. By default the method ignores the recorder.
         """
+
+    def delivered(self) -> bool:
+        """Tell whether the peers see all messages that this rank has sent, as soon as they look.
+
+        By default the answer is no, since nobody knows. Then deadlocks of messages are not found
+        before their deadline.
+        """
+        return False
 
     def post(self, note: Note, rank: int) -> Mapping[int, Note]:
         """Publish this rank's note; return the last notes of other ranks, by rank.

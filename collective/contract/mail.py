@@ -72,6 +72,7 @@ class Posted(Protocol):
 
     Attributes:
         done: whether it has ended: it is over, cancelled, or has failed.
+        whole: whether it is over, and its memory has the whole message.
         state: one of the states above.
         source: rank that sends the message; before a receive has matched, the rank that it names.
         to: rank that the message is sent to; negative for a receive.
@@ -84,6 +85,8 @@ class Posted(Protocol):
 
     @property
     def done(self) -> bool: ...
+    @property
+    def whole(self) -> bool: ...
     @property
     def state(self) -> int: ...
     @property
@@ -130,8 +133,12 @@ class Engine(InFlight, Protocol):
         Returns ``NotImplemented`` if the communicator is broken or closed; see :meth:`refuse`.
         """
 
-    def receive(self, memory: Any, source: int, tag: int, mask: int, /) -> Posted:
+    def receive(self, memory: Any, source: int, tag: int, mask: int, wait: bool, /) -> Posted:
         """Post a receive into a buffer; if ``memory`` is None, into memory of the engine.
+
+        Args:
+            wait: whether the caller is about to wait for it, so that the engine may do so for a
+                moment.
 
         Returns ``NotImplemented`` as :meth:`send`.
         """

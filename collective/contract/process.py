@@ -23,7 +23,7 @@ from collective.errors import InvalidArgumentError
 from collective.platform import boot_id, process_namespace, process_status
 
 __all__ = [
-    "RAISE_THE_LIMIT", "NotCopied", "RankProcess", "keep_in_children", "shortage",
+    "RAISE_THE_LIMIT", "NotCopied", "RankProcess", "forked_from", "keep_in_children", "shortage",
 ]  # fmt: skip
 
 # Number of descriptors to leave free for the files that other libraries open.
@@ -35,6 +35,19 @@ RAISE_THE_LIMIT = (
 )
 
 _known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def forked_from(rank: str) -> str:
+    """Return the reason, for error texts, why a forked child may not call the ranks.
+
+    Args:
+        rank: the rank that its parent is.
+    """
+    return (
+        f"this process (pid {os.getpid()}) was forked from that of {rank} (pid {os.getppid()}), "
+        "which alone may use the communicator. Start processes with the method 'spawn', and give "
+        "them ranks of their own: collective.init(rank=, size=, store=)."
+    )
 
 
 class RankProcess(NamedTuple):

@@ -4,10 +4,13 @@ While a call waits for long, its rank makes a *note* once a second. The note say
 which communicator the rank is in, and how many calls of each other communicator it has begun.
 Call A waits for call B if some rank that is in B has not come to A. If these relations between the
 noted calls form a circle, the calls in the circle wait for each other. This is a deadlock, and not
-only a late rank, for four reasons:
+only a late rank, for five reasons:
 
 * Ranks note only calls that no rank leaves with a result before every other rank has come to them
-  (:func:`_takes_everybody`).
+  (:func:`_takes_everybody`), and receives from one named rank. Such a receive waits for the call
+  that this rank is in.
+* A receive waits only for a rank whose peers see all messages that it has sent
+  (:meth:`Backend.delivered`). So no message is on its way between ranks in a circle.
 * A rank makes a note only if nothing but the waiting thread could make a call in its process
   (:func:`alone`). So the rank comes to no other call before it leaves this one.
 * A circle counts only when each of its ranks has noted the same call again after the circle was
@@ -22,8 +25,9 @@ than their communicator's: the program may intend to go on after that deadline. 
 not detected here, and end by the deadline. These are deadlocks
 
 * of ranks with further threads, with calls in the background, or with signal handlers in Python;
-* of messages. A message may be in flight, so nobody can tell before the deadline that it does not
-  come. At the deadline the error names ranks that wait for each other; see :mod:`.waits`;
+* of sends, of receives from any rank, and of messages of transports that do not know whether a
+  message is in flight. At the deadline the error names ranks that wait for each other; see
+  :mod:`.waits`;
 * of calls that some rank leaves before all have come;
 * of ranks that are threads.
 
@@ -44,10 +48,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from collective.request import call_site, differing
 
-from .backend import Note
+from .backend import ANY_SOURCE, Note
 from .failure import Failure
 from .recorder import Entry
-from .waits import shortest_circle
+from .waits import MessageCall, Waiting, caller, shortest_circle
 from .work import all_idle
 
 if TYPE_CHECKING:
@@ -118,12 +122,12 @@ class Membership:
         self._family.add(self)
         _memberships.add(self)
 
-    def look(self, deadline: Deadline) -> None:
+    def look(self, deadline: Deadline, call: object, began: float) -> None:
         """Break the communicator if its running call is part of a deadlock; see :func:`look`."""
         comm = self._comm()
         if comm is None or comm.closed or deadline.seconds < _WHOLE * comm.timeout:
             return
-        note = self._note()
+        note = self._note(comm, call, began)
         if note is None:
             return
         mine, call = self.ranks[comm.rank], [note["name"], note["number"]]
@@ -137,33 +141,69 @@ class Membership:
                 comm.backend.post({**note, "found": [calls, text[:_TEXT]]}, mine)
                 comm.backend.abort(Failure("mismatch", comm.rank, text))
 
-    def _note(self) -> Note | None:
+    def _note(self, comm: Member, call: object, began: float) -> Note | None:
         """Return this rank's note.
 
         None if the rank is in no call to note, or if not only the waiting thread could make calls.
         """
         running = self.recorder.running()
-        if running is None or not _takes_everybody(running) or not alone():
+        if running is None:
+            note = self._of_receive(comm, call, began)
+        else:
+            note = self._of_entry(running) if _takes_everybody(running) else None
+        if note is None or not alone(receives=running is None):
             return None
         begun = {member.name: member.recorder.started for member in list(self._family)}
         again = self.recorder.running()
         # Another thread than this one may be the waiting thread. Only if it is still in the same
         # call were all these numbers valid at one moment.
-        if again is None or again.sequence != running.sequence:
+        if running is not None and (again is None or again.sequence != running.sequence):
             return None
         self._beat += 1
+        delivered = self._has_delivered()
+        return {**note, "begun": begun, "beat": self._beat, "found": None, "delivered": delivered}
+
+    def _has_delivered(self) -> bool:
+        """Return whether the peers see what this rank has sent in any communicator."""
+        family = [member._comm() for member in list(self._family)]
+        return all(each is None or each.closed or each.backend.delivered() for each in family)
+
+    def _of_entry(self, running: Entry) -> dict[str, Any]:
+        """Return the part of a note that describes a collective call."""
         return {
             "name": self.name,
             "number": running.sequence,
-            "begun": begun,
             "header": json.loads(running.request.header(running.site)),
             "made": self.made,
-            "beat": self._beat,
-            "found": None,
+            "needs": None,
+        }
+
+    def _of_receive(self, comm: Member, call: object, began: float) -> dict[str, Any] | None:
+        """Return the part of a note that describes a receive; None if it cannot be noted."""
+        if not isinstance(call, MessageCall) or call.to is not None:
+            return None
+        if call.source is None or call.source in (ANY_SOURCE, comm.rank):
+            return None
+        needs = self.ranks[call.source]
+        options = {"src": needs, "tag": call.tag}
+        return {
+            "name": f"{self.name} {self.ranks[comm.rank]}",
+            "number": int(1e6 * began),
+            "header": {
+                "operation": call.operation,
+                "dtype": None,
+                "shape": None,
+                "options": options,
+                "site": Waiting.of(call, caller(), ()).site,
+            },
+            "made": self.made,
+            "needs": needs,
         }
 
 
-def look(deadline: Deadline) -> None:
+def look(
+    deadline: Deadline, recorder: Recorder | None = None, call: object = None, began: float = 0.0
+) -> None:
     """Break the communicator if its running call is part of a deadlock.
 
     A transport calls this about once a second, from any thread, during a wait that has lasted for a
@@ -171,24 +211,31 @@ def look(deadline: Deadline) -> None:
 
     Args:
         deadline: deadline of the call that waits.
+        recorder: recorder of the communicator that waits, if this thread is the one that waits.
+        call: the call that waits.
+        began: when its wait has begun, in seconds; not the same for two waits.
     """
     try:
         memberships = list(_memberships)
     except RuntimeError:  # another thread makes a communicator right now, so there is no deadlock
         return
     for membership in memberships:
-        membership.look(deadline)
+        membership.look(deadline, call if membership.recorder is recorder else None, began)
 
 
-def alone() -> bool:
-    """Tell whether nothing but one thread of the program could make calls in this process."""
+def alone(receives: bool = False) -> bool:
+    """Tell whether nothing but one thread of the program could make calls in this process.
+
+    Args:
+        receives: as of :func:`all_idle`. What the rank has sent must be delivered.
+    """
     threads = threading.enumerate()
     programs = sum(not thread.name.startswith(_OWN) for thread in threads)
     known = {thread.ident for thread in threads}
     return (
         programs == 1
         and known.issuperset(sys._current_frames())
-        and all_idle()
+        and all_idle(receives)
         and not any(map(_calls_the_program, signal.valid_signals()))
     )
 
@@ -239,7 +286,10 @@ class Circles:
         if [(rank, *seen[rank][:2]) for rank in seen] != [(r, *before[r][:2]) for r in before]:
             self._seen = seen
             return [], ""
-        if not seen or any(seen[rank][2] <= before[rank][2] for rank in seen):
+        # A rank may have looked for its message just before the circle was seen. So its second note
+        # after that counts: all had been delivered by then, and it has looked again.
+        notes_later = 1 if all(notes[rank]["needs"] is None for rank in seen) else 2
+        if not seen or any(seen[rank][2] < before[rank][2] + notes_later for rank in seen):
             return [], ""
         self._seen = {}
         calls = [[name, number] for name, number, _ in seen.values()]
@@ -258,29 +308,45 @@ def circle(notes: Mapping[int, Note]) -> list[int]:
     if len(calls) < 2:
         return []
     blockers: dict[tuple[str, int], dict[tuple[str, int], int]] = {}
-    for name, number in calls:
-        # Each call in which some rank waits that has not come to this one, and one such rank.
-        blockers[name, number] = {
-            other: next(rank for rank in ranks if notes[rank]["begun"].get(name, number) < number)
-            for other, ranks in calls.items()
-            if any(notes[rank]["begun"].get(name, number) < number for rank in ranks)
-        }
+    for (name, number), (first, *_) in calls.items():
+        # Each call in which some rank waits that has not come to this one, and one such rank; or
+        # the call of the rank whose message is needed.
+        needs = notes[first]["needs"]
+        blockers[name, number] = {}
+        for other, ranks in calls.items():
+            absent = [r for r in ranks if notes[r]["begun"].get(name, number) < number]
+            if needs is not None:
+                absent = [needs] if needs in ranks and notes[needs]["delivered"] else []
+            if absent:
+                blockers[name, number][other] = absent[0]
     circles = (shortest_circle(call, lambda blocked: blockers[blocked].items()) for call in calls)
     ranks = list(next(filter(None, circles), {}).values())
     return ranks[-1:] + ranks[:-1]  # the rank in the first call comes first
 
 
 def _describe(notes: Mapping[int, Note], calls: Sequence[Sequence[Any]]) -> str:
+    members = {
+        rank: notes[rank]
+        for rank in sorted(notes)
+        if [notes[rank]["name"], notes[rank]["number"]] in calls
+    }
+    receives = any(note["needs"] is not None for note in members.values())
     waiting = {}
-    for rank in sorted(notes):
-        note = notes[rank]
-        call = [note["name"], note["number"]]
-        if call in calls:
+    for rank, note in members.items():
+        site = note["header"]["site"] or "?"
+        if not receives:
             made = f"made at {note['made']}" if note["made"] else "the one of all ranks"
-            site = f"{note['header']['site'] or '?'}, communicator {calls.index(call) + 1} ({made})"
-            waiting[rank] = {**note["header"], "site": site}
+            number = 1 + calls.index([note["name"], note["number"]])
+            site = f"{site}, communicator {number} ({made})"
+        waiting[rank] = {**note["header"], "site": site}
+    where = "" if receives else " in calls of different communicators"
+    remedy = (
+        "No message is on its way to them. Let each receive meet its send, with the same tag and "
+        "in a fitting order, or use sendrecv"
+        if receives
+        else "Every rank must use its communicators in the same order"
+    )
     return (
-        "the ranks wait for each other in calls of different communicators (ranks as numbered in "
-        f"the communicator of all ranks):\n{differing(waiting)}\nEvery rank must use its "
-        "communicators in the same order"
+        f"the ranks wait for each other{where} (ranks as numbered in the communicator of all "
+        f"ranks):\n{differing(waiting)}\n{remedy}"
     )

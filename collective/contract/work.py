@@ -258,10 +258,14 @@ def deliver(lanes: Iterable[Lane] | None, deadline: Deadline) -> None:
         engine.deliver(deadline)
 
 
-def all_idle() -> bool:
-    """Tell whether all lanes of this process are idle, and no posted message is in flight."""
+def all_idle(receives: bool = False) -> bool:
+    """Tell whether all lanes of this process are idle, and no posted message is in flight.
+
+    Args:
+        receives: whether the caller waits for a posted message, so that these do not count.
+    """
     lanes_are = all(lane.idle for lane in list(_lanes))
-    return lanes_are and not any(engine.busy() for engine in engines_in_use())
+    return lanes_are and (receives or not any(engine.busy() for engine in engines_in_use()))
 
 
 def _disown() -> None:

@@ -44,14 +44,14 @@ __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange"
            "see_tensors", "shared", "status", "sums", "switch", "turn"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
-PROTOCOL = 26
+PROTOCOL = 27
 
 #: Bytes of a head, and bytes of it that can hold the elements of a short array.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
 #: Passed in place of a rank: nothing is sent, or nothing is received.
 NOBODY = -2
 #: ``exchange(x, to, out, source, tag, deadline, heads)``; see :func:`messages`.
-Exchange = Callable[[Any, int, Any, int, int, Deadline, bool], Any]
+Exchange = Callable[[Any, int, Any, int, int, Deadline, int], Any]
 _Function = TypeVar("_Function")
 _REBUILD = "build it again: pip install -e ."
 _USUAL, _LEAST = 32 << 20, 16 << 20
@@ -488,8 +488,9 @@ def messages(
     into out from another rank, or does both. Neither half waits for the other. To omit a half,
     pass None for its array and :data:`NOBODY` for its rank. As the source, -1 is any rank.
 
-    With ``heads`` an array travels behind its head, as in :meth:`collective.Communicator.send`.
-    Without ``heads`` only the bytes travel, and the receiver must know their number. Several
+    With ``heads=True`` an array travels behind its head, as :meth:`collective.Communicator.send`
+    sends it; with 3, the kind of an object's head, the bytes of an encoded object. With
+    ``heads=False`` only the bytes travel, and the receiver must know their number. Several
     threads may call the function at a time, but for one direction, peer and tag only one after
     another.
 

@@ -4,11 +4,14 @@
 
 #include <string.h>
 
-const int64_t *head_of(const struct view *view, int64_t *words)
+const int64_t *head_of(const struct view *view, int64_t kind, int64_t *words)
 {
     memset(words, 0, 8 * HEAD_WORDS);
-    words[1] = view->dtype;
+    words[0] = kind;
     words[2] = (int64_t)view->nbytes;
+    if (kind == AN_OBJECT)
+        return words;
+    words[1] = view->dtype;
     words[3] = view->ndim;
     memcpy(words + 4, view->shape, sizeof *words * (size_t)view->ndim);
     return words;
@@ -42,7 +45,7 @@ static PyObject *write_head(PyObject *module, PyObject *const *args, Py_ssize_t 
         return NULL;
     if (!view_array(core, args[0], &x))
         Py_RETURN_NONE;
-    memcpy(head.address, head_of(&x, words), sizeof words);
+    memcpy(head.address, head_of(&x, AN_ARRAY, words), sizeof words);
     if (x.nbytes && is_inline(x.nbytes, &head))
         memcpy(head.address + sizeof words, x.address, x.nbytes);
     return PyLong_FromSize_t(x.nbytes);
@@ -59,7 +62,7 @@ static PyObject *read_head(PyObject *module, PyObject *const *args, Py_ssize_t c
     if (!find_head(core, args[0], &head))
         return NULL;
     if (!view_array(core, args[1], &out) || !out.writable
-        || memcmp(head.address, head_of(&out, words), sizeof words) != 0)
+        || memcmp(head.address, head_of(&out, AN_ARRAY, words), sizeof words) != 0)
         Py_RETURN_FALSE;
     if (out.nbytes && is_inline(out.nbytes, &head))
         memcpy(out.address, head.address + sizeof words, out.nbytes);

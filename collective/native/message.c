@@ -65,9 +65,9 @@ PyObject *call_message(const Method *method, Gate *path, PyObject *const *args, 
             hold_all(core, m.x, &held);
             hold_all(core, m.out, &held);
         }
+        PyObject *const arguments[] = {m.x, m.to, m.out, m.from, m.tag, limit, Py_True};
         if (limit != NULL)
-            done = PyObject_CallFunctionObjArgs(exchange, m.x, m.to, m.out, m.from, m.tag, limit,
-                                                Py_True, NULL);
+            done = PyObject_Vectorcall(exchange, arguments, 7, NULL);
         Py_XDECREF(held);
         if (done == NULL) {
             note_failure(owner);

@@ -265,11 +265,10 @@ struct outgoing {
     struct exchange exchange;
 };
 
-/* Posts a receive, or a send with the arguments of exchange_send. Each is over when it is among the
-   finished ones, perhaps at once. Returns -1 if there is no memory, and then nothing is posted. */
+/* Posts a receive, or a send. Each is over when it is among the finished ones, perhaps at once. Returns
+   -1 if there is no memory, and then nothing is posted. */
 void post_receive(struct messages *m, struct posted *p);
-int post_send(struct messages *m, struct posted *p, const void *bytes, size_t nbytes,
-              const int64_t *words, int claimable);
+int post_send(struct messages *m, struct posted *p, const void *bytes, size_t nbytes);
 
 /* Withdraws a receive; returns whether no message has been found for it. */
 int post_cancel(struct messages *m, struct posted *p);

@@ -244,7 +244,8 @@ static int begin(Call *call, struct arrays *arrays, PyObject *const *args)
     struct exchange *x = &call->exchange;
     struct view *src = &arrays->src, *dst = &arrays->dst;
     int64_t to, source, tag, words[HEAD_WORDS];
-    int sends = args[0] != Py_None, receives = args[2] != Py_None, heads = args[6] == Py_True;
+    int sends = args[0] != Py_None, receives = args[2] != Py_None, heads = args[6] != Py_False;
+    int64_t kind = args[6] == Py_True ? AN_ARRAY : AN_OBJECT;
     *src = *dst = (struct view){0};
     if (!read_int(args[1], NOBODY, m->size - 1, &to)
         || !read_int(args[3], NOBODY, m->size - 1, &source)
@@ -261,14 +262,14 @@ static int begin(Call *call, struct arrays *arrays, PyObject *const *args)
     exchange_begin(x, m);
     if (sends)
         exchange_send(x, (int)to, tag, src->address, src->nbytes,
-                      heads ? head_of(src, words) : NULL, over->single_copy);
+                      heads ? head_of(src, kind, words) : NULL, over->single_copy);
     /* If x and out overlap, nothing is received before x has been sent: a received message would
        overwrite elements that are still to be sent. */
     int overlap = src->address < dst->address + dst->nbytes
                   && dst->address < src->address + src->nbytes;
     if (receives && !overlap)
         exchange_recv(x, source < 0 ? 0 : (int)source, source < 0 ? m->size - 1 : (int)source, tag,
-                      dst->address, dst->nbytes, heads ? head_of(dst, arrays->fitting) : NULL);
+                      dst->address, dst->nbytes, heads ? head_of(dst, kind, arrays->fitting) : NULL);
     else if (source >= 0)
         exchange_drain(x, (int)source, tag);
     return 1;
@@ -334,7 +335,7 @@ static void messages_dealloc(PyObject *object)
 }
 
 static PyType_Slot messages_slots[] = {
-    {Py_tp_dealloc, messages_dealloc}, {Py_tp_traverse, messages_traverse},
+    {Py_tp_dealloc, messages_dealloc}, {Py_tp_traverse, messages_traverse}, {Py_tp_methods, posted_methods},
     {Py_tp_doc, "The messages of one rank; see collective.native.messages."}, {0, NULL}};
 
 static PyType_Spec messages_spec = {

@@ -48,9 +48,12 @@ PyObject *call_deadline(const Call *call);
 /* Returns the messages of a function exchange(), or NULL with an exception. */
 Messages *messages_of(const struct core *core, PyObject *exchange);
 
-/* Sets the numbers with which the head of an array begins: kind (0), dtype, bytes, number of
-   dimensions and shape. Returns the words. */
-const int64_t *head_of(const struct view *view, int64_t *words);
+/* Kinds of heads, as in collective/communicator/calls/heads.py. */
+enum { AN_ARRAY = 0, AN_OBJECT = 3 };
+
+/* Sets the numbers with which the head of an array begins: kind, dtype, bytes, number of dimensions and
+   shape. The head of an encoded object says only how many bytes it has. Returns the words. */
+const int64_t *head_of(const struct view *view, int64_t kind, int64_t *words);
 
 /* Allocates the ends of a rank, which m->size tells; returns -1 with an exception. */
 int messages_allocate(struct messages *m, const struct carrier *carrier);
@@ -67,6 +70,8 @@ void streams_free(struct messages *m);
 int add_heads(PyObject *module);
 int add_streams(PyObject *module);
 int add_posted(PyObject *module, struct core *core);
+/* The methods of Messages for posted operations. */
+extern PyMethodDef posted_methods[];
 int add_both(PyObject *module);
 int add_replays(PyObject *module, struct core *core);
 

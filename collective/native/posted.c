@@ -70,8 +70,8 @@ static void unlink_posted(struct messages *m, struct posted *p, struct posted *b
     __atomic_sub_fetch(p->source < 0 ? &m->wild : &m->in[p->source].wanted, 1, __ATOMIC_RELAXED);
 }
 
-/* Takes the first receive for a message, of those posted after a number. */
-static struct posted *take_posted(struct messages *m, int rank, int64_t tag, uint64_t after)
+/* Takes the first receive for a message, of those with a number above `after` and up to `last`. */
+static struct posted *take_posted(struct messages *m, int rank, int64_t tag, uint64_t after, uint64_t last)
 {
     if (__atomic_load_n(&m->posted, __ATOMIC_ACQUIRE) == NULL)
         return NULL;
@@ -82,6 +82,7 @@ static struct posted *take_posted(struct messages *m, int rank, int64_t tag, uin
         before = p;
         p = p->next;
     }
+    p = p != NULL && p->number <= last ? p : NULL; /* those behind it have higher numbers */
     if (p != NULL) {
         unlink_posted(m, p, before);
         if (p->source < 0) /* the sources take turns */
@@ -125,13 +126,9 @@ static void give(struct messages *m, struct kept *message)
 
 struct posted *post_match(struct messages *m, int rank, int64_t tag)
 {
-    if (__atomic_load_n(&m->posted, __ATOMIC_ACQUIRE) == NULL)
-        return NULL;
-    /* A receive that matches this message and has not got an older one was posted a moment ago. */
-    for (const struct kept *each = m->in[rank].kept; each != NULL; each = each->next)
-        if (each->tag == tag)
-            return NULL;
-    return take_posted(m, rank, tag, 0);
+    /* A receive that has not looked at the kept messages yet may match one of them, which is older. */
+    const struct end *e = &m->in[rank];
+    return take_posted(m, rank, tag, 0, e->kept != NULL ? e->scanned : UINT64_MAX);
 }
 
 void post_deliver(struct messages *m, int rank)
@@ -143,7 +140,7 @@ void post_deliver(struct messages *m, int rank)
     e->scanned = posts;
     struct kept **at = &e->kept, *last = NULL;
     while (*at != NULL) {
-        struct posted *p = take_posted(m, rank, (*at)->tag, before);
+        struct posted *p = take_posted(m, rank, (*at)->tag, before, UINT64_MAX);
         if (p == NULL) {
             last = *at;
             at = &last->next;
@@ -313,8 +310,7 @@ static void detach(struct messages *m, struct outgoing *o, const char *bytes, si
     o->posted = NULL;
 }
 
-int post_send(struct messages *m, struct posted *p, const void *bytes, size_t nbytes,
-              const int64_t *words, int claimable)
+int post_send(struct messages *m, struct posted *p, const void *bytes, size_t nbytes)
 {
     if (p->to == m->rank)
         return send_to_self(m, p, bytes, nbytes);
@@ -326,7 +322,7 @@ int post_send(struct messages *m, struct posted *p, const void *bytes, size_t nb
     o->copy = NULL;
     o->copied = 0;
     exchange_begin(&o->exchange, m);
-    exchange_send(&o->exchange, p->to, p->tag, bytes, nbytes, words, claimable && nbytes > EAGER_BYTES);
+    exchange_send(&o->exchange, p->to, p->tag, bytes, nbytes, NULL, 0);
     o->exchange.queued = 1;
     while (__atomic_exchange_n(&e->flushing, 1, __ATOMIC_ACQUIRE))
         sched_yield();

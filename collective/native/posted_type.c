@@ -1,12 +1,13 @@
-/* The Python functions of posted operations, and their type Posted; see posted.c. */
+/* Posted operations for Python: methods of Messages, and the type Posted; see posted.c. */
 
 #include "messages_type.h"
 
 #include <sched.h>
 #include <stdlib.h>
+#include <structmember.h>
 #include <string.h>
 
-/* Time after which mail_step returns even if there is progress: Python handles deadlines and signals. */
+/* Time after which a step returns even if there is progress: Python handles deadlines and signals. */
 #define LONGEST_NS INT64_C(50000000)
 
 /* Number of looks before the interpreter lock is released, which takes as long as some of them. */
@@ -72,63 +73,58 @@ static int posted_buffer(PyObject *object, Py_buffer *view, int flags)
     return -1;
 }
 
-enum { DONE_FIELD, STATE_FIELD, SOURCE_FIELD, TO_FIELD, TAG_FIELD, NBYTES_FIELD, ROOM_FIELD, DATA_FIELD,
-       DAMAGE_FIELD };
+enum { DONE_FIELD, WHOLE_FIELD, STATE_FIELD, DATA_FIELD, DAMAGE_FIELD };
 
 static PyObject *posted_get(PyObject *object, void *closure)
 {
-    const Posted *self = (Posted *)object;
-    const struct posted *p = &self->posted;
+    const struct posted *p = &((Posted *)object)->posted;
+    int state = state_of((Posted *)object);
     switch ((intptr_t)closure) {
     case DONE_FIELD:
-        return PyBool_FromLong(state_of(self) > MATCHED);
+        return PyBool_FromLong(state > MATCHED);
+    case WHOLE_FIELD:
+        return PyBool_FromLong(state == OVER && (p->to >= 0 || p->bytes == NULL || p->nbytes <= p->room));
     case STATE_FIELD:
-        return PyLong_FromLong(state_of(self));
-    case SOURCE_FIELD:
-        return PyLong_FromLong(p->source);
-    case TO_FIELD:
-        return PyLong_FromLong(p->to);
-    case TAG_FIELD:
-        return PyLong_FromLongLong(p->tag);
-    case NBYTES_FIELD:
-        return PyLong_FromSize_t(p->nbytes);
-    case ROOM_FIELD:
-        return PyLong_FromSize_t(p->room);
+        return PyLong_FromLong(state);
     case DATA_FIELD:
-        return state_of(self) == OVER && p->message ? PyMemoryView_FromObject(object) : Py_NewRef(Py_None);
+        return state == OVER && p->message ? PyMemoryView_FromObject(object) : Py_NewRef(Py_None);
     default:
-        return state_of(self) == FAILED_STATE ? PyUnicode_FromString(p->damage) : Py_NewRef(Py_None);
+        return state == FAILED_STATE ? PyUnicode_FromString(p->damage) : Py_NewRef(Py_None);
     }
 }
 
 #define FIELD(name, number) {name, posted_get, NULL, NULL, (void *)(intptr_t)(number)}
 static PyGetSetDef posted_fields[] = {
-    FIELD("done", DONE_FIELD), FIELD("state", STATE_FIELD), FIELD("source", SOURCE_FIELD),
-    FIELD("to", TO_FIELD), FIELD("tag", TAG_FIELD), FIELD("nbytes", NBYTES_FIELD),
-    FIELD("room", ROOM_FIELD), FIELD("data", DATA_FIELD), FIELD("damage", DAMAGE_FIELD),
-    {NULL, NULL, NULL, NULL, NULL}};
+    FIELD("done", DONE_FIELD), FIELD("whole", WHOLE_FIELD), FIELD("state", STATE_FIELD),
+    FIELD("data", DATA_FIELD), FIELD("damage", DAMAGE_FIELD), {NULL, NULL, NULL, NULL, NULL}};
 #undef FIELD
+
+#define MEMBER(name, type) {#name, type, offsetof(Posted, posted.name), READONLY, NULL}
+static PyMemberDef posted_members[] = {
+    MEMBER(source, T_INT), MEMBER(to, T_INT), MEMBER(tag, T_LONGLONG), MEMBER(nbytes, T_PYSSIZET),
+    MEMBER(room, T_PYSSIZET), {NULL, 0, 0, 0, NULL}};
+#undef MEMBER
 
 static PyType_Slot posted_slots[] = {
     {Py_tp_dealloc, posted_dealloc}, {Py_tp_traverse, object_traverse}, {Py_tp_getset, posted_fields},
-    {Py_bf_getbuffer, posted_buffer},
+    {Py_tp_members, posted_members}, {Py_bf_getbuffer, posted_buffer},
     {Py_tp_doc, "A posted send or receive; see collective.contract.mail."}, {0, NULL}};
 
 static PyType_Spec posted_spec = {
     "collective.native._core.Posted", sizeof(Posted), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, posted_slots};
 
-/* -- functions ------------------------------------------------------------------------------- */
+/* -- methods of Messages ----------------------------------------------------------------------- */
 
-/* Returns the messages of a function, for a call that must end with leave(). NULL with an exception. */
-static Messages *enter(PyObject *module, PyObject *const *args, Py_ssize_t count, Py_ssize_t expected)
+/* Begins a call, which must end with leave(). Returns NULL with an exception. */
+static Messages *enter(PyObject *object, Py_ssize_t count, Py_ssize_t expected)
 {
+    Messages *self = (Messages *)object;
     if (count != expected) {
         PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, count);
         return NULL;
     }
-    Messages *self = messages_of(PyModule_GetState(module), args[0]);
-    if (self != NULL && self->messages.carrier == &streams)
+    if (self->messages.carrier == &streams)
         __atomic_add_fetch(&self->users, 1, __ATOMIC_SEQ_CST);
     return self;
 }
@@ -162,21 +158,20 @@ static int read_rank(const Messages *self, PyObject *object, int least, int *ran
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* mail_send(exchange, data, to, tag) */
-static PyObject *mail_send(PyObject *module, PyObject *const *args, Py_ssize_t count)
+static PyObject *send(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
-    Messages *over = enter(module, args, count, 4);
+    Messages *over = enter(object, count, 3);
     if (over == NULL)
         return NULL;
-    Posted *self = is_shut(over) ? NULL : new_posted(over, args[1], PyBUF_C_CONTIGUOUS);
+    Posted *self = is_shut(over) ? NULL : new_posted(over, args[0], PyBUF_C_CONTIGUOUS);
     if (self == NULL)
         return leave(over, PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented));
     struct posted *p = &self->posted;
-    p->tag = PyLong_AsLongLong(args[3]);
+    p->tag = PyLong_AsLongLong(args[2]);
     p->nbytes = (size_t)self->memory.len;
-    int failed = read_rank(over, args[2], 0, &p->to) < 0 || PyErr_Occurred();
+    int failed = read_rank(over, args[1], 0, &p->to) < 0 || PyErr_Occurred();
     Py_INCREF((PyObject *)self);
-    if (!failed && post_send(&over->messages, p, self->memory.buf, p->nbytes, NULL, 0) < 0) {
+    if (!failed && post_send(&over->messages, p, self->memory.buf, p->nbytes) < 0) {
         PyErr_NoMemory();
         failed = 1;
     }
@@ -195,53 +190,6 @@ static int read_match(Messages *over, struct posted *p, PyObject *const *args)
     return PyErr_Occurred() ? -1 : read_rank(over, args[0], -1, &p->source);
 }
 
-/* mail_receive(exchange, memory, source, tag, mask) */
-static PyObject *mail_receive(PyObject *module, PyObject *const *args, Py_ssize_t count)
-{
-    Messages *over = enter(module, args, count, 5);
-    if (over == NULL)
-        return NULL;
-    Posted *self = is_shut(over) ? NULL : new_posted(over, args[1], PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE);
-    if (self == NULL)
-        return leave(over, PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented));
-    struct posted *p = &self->posted;
-    if (read_match(over, p, args + 2) < 0) {
-        Py_DECREF((PyObject *)self);
-        return leave(over, NULL);
-    }
-    p->room = (size_t)self->memory.len;
-    if (args[1] != Py_None)
-        p->bytes = p->room ? self->memory.buf : "";
-    Py_INCREF((PyObject *)self);
-    post_receive(&over->messages, p);
-    return leave(over, (PyObject *)self);
-}
-
-/* mail_find(exchange, source, tag, mask, take) */
-static PyObject *mail_find(PyObject *module, PyObject *const *args, Py_ssize_t count)
-{
-    Messages *over = enter(module, args, count, 5);
-    Posted *self = over != NULL ? new_posted(over, Py_None, 0) : NULL;
-    if (over == NULL)
-        return NULL;
-    int failed = self == NULL || read_match(over, &self->posted, args + 1) < 0;
-    if (!failed && post_find(&over->messages, &self->posted, args[4] == Py_True))
-        return leave(over, (PyObject *)self);
-    Py_XDECREF((PyObject *)self);
-    return leave(over, failed ? NULL : Py_NewRef(Py_None));
-}
-
-/* mail_cancel(exchange, posted) */
-static PyObject *mail_cancel(PyObject *module, PyObject *const *args, Py_ssize_t count)
-{
-    Messages *over = enter(module, args, count, 2);
-    if (over == NULL)
-        return NULL;
-    if (Py_TYPE(args[1]) != over->core->posted_type || ((Posted *)args[1])->over != (PyObject *)over)
-        return leave(over, PyErr_Format(PyExc_TypeError, "cancel: not a receive of these messages"));
-    return leave(over, PyBool_FromLong(post_cancel(&over->messages, &((Posted *)args[1])->posted)));
-}
-
 /* Whether the operations of a list are over: all of them, or any one. */
 static int are_over(PyObject *const *items, Py_ssize_t count, int any)
 {
@@ -252,7 +200,7 @@ static int are_over(PyObject *const *items, Py_ssize_t count, int any)
 }
 
 /* Makes progress until the operations are over or nothing has moved for a while, without the lock. */
-static void step(Messages *over, PyObject *const *items, Py_ssize_t count, int any)
+static void go_on(Messages *over, PyObject *const *items, Py_ssize_t count, int any)
 {
     struct messages *m = &over->messages;
     int64_t start = now_ns(), moved = start, now = start;
@@ -270,88 +218,137 @@ static void step(Messages *over, PyObject *const *items, Py_ssize_t count, int a
     }
 }
 
-/* mail_step(exchange, items, any, seconds) */
-static PyObject *mail_step(PyObject *module, PyObject *const *args, Py_ssize_t count)
+/* Makes progress, and goes on for as long as something moves if seconds is not negative; sleeps for so
+   long before it, over streams. */
+static void advance(Messages *over, PyObject *const *items, Py_ssize_t count, int any, double seconds)
 {
-    Messages *over = enter(module, args, count, 4);
-    if (over == NULL)
-        return NULL;
-    PyObject *items[16], **all = items;
-    Py_ssize_t number = PyTuple_CheckExact(args[1]) ? PyTuple_Size(args[1]) : -1;
-    double seconds = PyFloat_AsDouble(args[3]);
-    int any = args[2] == Py_True;
-    if (number > 16)
-        all = malloc((size_t)number * sizeof *all);
-    for (Py_ssize_t i = 0; i < number && all != NULL; i++) {
-        all[i] = PyTuple_GetItem(args[1], i); /* borrowed: the caller has the tuple */
-        if (Py_TYPE(all[i]) != over->core->posted_type)
-            number = -1;
-    }
-    if (number < 0 || all == NULL || PyErr_Occurred()) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "step: expected a tuple of posted operations");
-        if (all != items)
-            free(all);
-        return leave(over, NULL);
-    }
     struct messages *m = &over->messages;
     int looks = smaller((size_t)over->looks, LOCKED_LOOKS);
     do
         messages_progress(m);
-    while (--looks > 0 && !are_over(all, number, any));
-    if (seconds >= 0 && !are_over(all, number, any)) {
-        PyThreadState *unlocked = PyEval_SaveThread();
-        if (seconds > 0 && m->carrier == &streams) {
-            struct exchange nothing;
-            exchange_begin(&nothing, m);
-            exchange_sleep(&nothing, seconds);
-        }
-        step(over, all, number, any);
-        PyEval_RestoreThread(unlocked);
+    while (--looks > 0 && !are_over(items, count, any));
+    if (seconds < 0 || are_over(items, count, any))
+        return;
+    PyThreadState *unlocked = PyEval_SaveThread();
+    if (seconds > 0 && m->carrier == &streams) {
+        struct exchange nothing;
+        exchange_begin(&nothing, m);
+        exchange_sleep(&nothing, seconds);
     }
-    PyObject *result = PyBool_FromLong(are_over(all, number, any));
+    go_on(over, items, count, any);
+    PyEval_RestoreThread(unlocked);
+}
+
+static PyObject *receive(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    Messages *over = enter(object, count, 5);
+    if (over == NULL)
+        return NULL;
+    Posted *self = is_shut(over) ? NULL : new_posted(over, args[0], PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE);
+    if (self == NULL)
+        return leave(over, PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented));
+    struct posted *p = &self->posted;
+    if (read_match(over, p, args + 1) < 0) {
+        Py_DECREF((PyObject *)self);
+        return leave(over, NULL);
+    }
+    p->room = (size_t)self->memory.len;
+    if (args[0] != Py_None)
+        p->bytes = p->room ? self->memory.buf : "";
+    Py_INCREF((PyObject *)self);
+    post_receive(&over->messages, p);
+    PyObject *item = (PyObject *)self;
+    if (args[4] == Py_True && !are_over(&item, 1, 0))
+        advance(over, &item, 1, 0, 0);
+    return leave(over, item);
+}
+
+static PyObject *find(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    Messages *over = enter(object, count, 4);
+    Posted *self = over != NULL ? new_posted(over, Py_None, 0) : NULL;
+    if (over == NULL)
+        return NULL;
+    int failed = self == NULL || read_match(over, &self->posted, args) < 0;
+    if (!failed && post_find(&over->messages, &self->posted, args[3] == Py_True))
+        return leave(over, (PyObject *)self);
+    Py_XDECREF((PyObject *)self);
+    return leave(over, failed ? NULL : Py_NewRef(Py_None));
+}
+
+static PyObject *cancel(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    Messages *over = enter(object, count, 1);
+    if (over == NULL)
+        return NULL;
+    if (Py_TYPE(args[0]) != over->core->posted_type || ((Posted *)args[0])->over != object)
+        return leave(over, PyErr_Format(PyExc_TypeError, "cancel: not a receive of these messages"));
+    return leave(over, PyBool_FromLong(post_cancel(&over->messages, &((Posted *)args[0])->posted)));
+}
+
+static PyObject *step(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    Messages *over = enter(object, count, 3);
+    if (over == NULL)
+        return NULL;
+    PyObject *items[16], **all = items;
+    Py_ssize_t number = PyTuple_CheckExact(args[0]) ? PyTuple_Size(args[0]) : -1;
+    double seconds = PyFloat_AsDouble(args[2]);
+    int any = args[1] == Py_True;
+    if (number > 16)
+        all = malloc((size_t)number * sizeof *all);
+    for (Py_ssize_t i = 0; i < number && all != NULL; i++) {
+        all[i] = PyTuple_GetItem(args[0], i); /* borrowed: the caller has the tuple */
+        if (Py_TYPE(all[i]) != over->core->posted_type)
+            number = -1;
+    }
+    PyObject *result = NULL;
+    if (number >= 0 && all != NULL && !PyErr_Occurred()) {
+        advance(over, all, number, any, seconds);
+        result = PyBool_FromLong(are_over(all, number, any));
+    } else if (!PyErr_Occurred()) {
+        PyErr_SetString(PyExc_TypeError, "step: expected a tuple of posted operations");
+    }
     if (all != items)
         free(all);
     return leave(over, result);
 }
 
-/* mail_close(exchange, at_once) */
-static PyObject *mail_close(PyObject *module, PyObject *const *args, Py_ssize_t count)
+static PyObject *end(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
-    Messages *over = enter(module, args, count, 2);
+    Messages *over = enter(object, count, 1);
     if (over == NULL)
         return NULL;
     struct messages *m = &over->messages;
     int queued = __atomic_load_n(&m->queued, __ATOMIC_RELAXED), receiving = 0;
     for (int rank = 0; rank < m->size; rank++)
         receiving |= post_wants(m, rank);
-    if (args[1] != Py_False)
+    if (args[0] != Py_False)
         __atomic_store_n(&over->shut, 1, __ATOMIC_RELAXED);
-    if (args[1] == Py_True)
+    if (args[0] == Py_True)
         post_close(m);
     return leave(over, Py_BuildValue("(ii)", queued, receiving));
 }
 
-#define FUNCTION(name, text) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, text}
-static PyMethodDef functions[] = {
-    FUNCTION(mail_send, "mail_send(exchange, data, to, tag, /)\n--\n\nPost a send."),
-    FUNCTION(mail_receive, "mail_receive(exchange, memory, source, tag, mask, /)\n--\n\n"
-             "Post a receive into memory; if that is None, of any length."),
-    FUNCTION(mail_find, "mail_find(exchange, source, tag, mask, take, /)\n--\n\n"
-             "Return a message that no receive has got, or None; take it out if take is true."),
-    FUNCTION(mail_cancel, "mail_cancel(exchange, posted, /)\n--\n\n"
-             "Withdraw a receive; return whether no message has been found for it."),
-    FUNCTION(mail_step, "mail_step(exchange, items, any, seconds, /)\n--\n\n"
-             "Make progress, and return whether all items are over, or any. If seconds is not\n"
-             "negative, do so as long as something moves; over streams sleep before it."),
-    FUNCTION(mail_close, "mail_close(exchange, at_once, /)\n--\n\n"
-             "Return the number of sends that have not left, and whether a receive is in flight. If\n"
-             "at_once is true, end all operations; if it is None, only let nobody post any more."),
+#define METHOD(name, text) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, text}
+PyMethodDef posted_methods[] = {
+    METHOD(send, "send(data, to, tag, /)\n--\n\nPost a send."),
+    METHOD(receive, "receive(memory, source, tag, mask, wait, /)\n--\n\n"
+           "Post a receive into memory; if that is None, of any length. If wait is true, wait for a\n"
+           "moment."),
+    METHOD(find, "find(source, tag, mask, take, /)\n--\n\n"
+           "Return a message that no receive has got, or None; take it out if take is true."),
+    METHOD(cancel, "cancel(posted, /)\n--\n\n"
+           "Withdraw a receive; return whether no message has been found for it."),
+    METHOD(step, "step(items, any, seconds, /)\n--\n\n"
+           "Make progress, and return whether all items are over, or any. If seconds is not\n"
+           "negative, do so as long as something moves; over streams sleep before it."),
+    METHOD(end, "end(at_once, /)\n--\n\n"
+           "Return the number of sends that have not left, and whether a receive is in flight. If\n"
+           "at_once is true, end all operations; if it is None, only let nobody post any more."),
     {NULL, NULL, 0, NULL}};
 
 int add_posted(PyObject *module, struct core *core)
 {
-    if (type_add(module, &posted_spec, &core->posted_type) < 0)
-        return -1;
-    return PyModule_AddFunctions(module, functions);
+    return type_add(module, &posted_spec, &core->posted_type);
 }

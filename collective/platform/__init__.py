@@ -17,7 +17,9 @@ import secrets
 import signal
 import socket
 import struct
+import sys
 import tempfile
+import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +62,7 @@ __all__ = [
     "stop_listening",
     "tcp_info",
     "threads",
+    "unacknowledged",
     "usable_cores",
     "want_huge_pages",
 ]
@@ -560,6 +563,18 @@ def tcp_info(sock: socket.socket) -> bytes:
         return sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, TCP_INFO_BYTES)
     except OSError:  # closed, or another system
         return b""
+
+
+def unacknowledged(descriptor: int) -> int:
+    """Return how many bytes a socket has taken that the other host has not acknowledged, tcp(7).
+
+    A closed descriptor counts as one byte.
+    """
+    try:
+        raw = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4))
+    except OSError:
+        return 1
+    return int.from_bytes(raw, sys.byteorder)
 
 
 @contextlib.contextmanager

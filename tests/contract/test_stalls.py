@@ -7,6 +7,7 @@ import functools
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -127,6 +128,54 @@ def test_wait_with_explicit_deadline_is_not_a_deadlock(
     assert run_on(transport)(_with_a_deadline) == [[3.0]] * 3
 
 
+# -- messages --------------------------------------------------------------------------------------
+
+
+def _receive_first(comm: Communicator) -> str:
+    """Receive from the next rank before any rank has sent; return the error's text."""
+    group = comm.dup()
+    with pytest.raises(MismatchError) as caught:
+        group.recv(np.ones(1), (comm.rank + 1) % comm.size, tag=5)
+    return str(caught.value)
+
+
+def _receive_or_meet(comm: Communicator) -> str:
+    """Wait for all ranks on rank 0, and for its message on the others; return the error's text."""
+    group = comm.dup()
+    with pytest.raises(MismatchError) as caught:
+        group.barrier() if comm.rank == 0 else group.recv(np.ones(1), 0, tag=5)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", ["shm", in_whole("tcp")])
+@pytest.mark.parametrize("function", [_receive_first, _receive_or_meet])
+def test_ranks_that_receive_from_each_other_get_mismatch_error(
+    run_on: Callable[[str], Run], transport: str, function: Any
+) -> None:
+    for text in run_on(transport)(function):
+        assert "the ranks wait for each other (ranks as numbered" in text
+        assert f"recv(src=0, tag=5) at {__file__}" in text
+        assert ("barrier()" if function is _receive_or_meet else "rank 2: recv") in text
+        assert f"in {function.__name__}" in text
+
+
+def _late_message(comm: Communicator) -> float:
+    """Pass a message around that the last rank sends after some looks for circles."""
+    x = np.array([4.0])
+    if comm.rank == comm.size - 1:
+        time.sleep(3.5)
+    else:
+        comm.recv(x, comm.rank + 1)
+    if comm.rank:
+        comm.send(x, comm.rank - 1)
+    return float(x[0])
+
+
+@pytest.mark.parametrize("transport", ["shm", in_whole("tcp")])
+def test_late_message_is_not_a_deadlock(run_on: Callable[[str], Run], transport: str) -> None:
+    assert run_on(transport)(_late_message) == [4.0] * 3
+
+
 # -- ranks with other sources of calls -----------------------------------------------------------
 
 
@@ -201,6 +250,8 @@ class Ranks:
                 "name": name,
                 "number": self.begun[rank][name],
                 "begun": dict(self.begun[rank]),
+                "needs": None,
+                "delivered": True,
                 "header": {"operation": "barrier", "dtype": None, "options": {}, "site": ""},
                 "made": name,
                 "beat": self.beats[rank],

@@ -119,7 +119,7 @@ static void post_both(struct messages *m, int lane, int call, int right, int lef
                                .bytes = call % 3 ? out : NULL, .room = call % 3 ? nbytes : 0};
     if (call % 5)
         post_receive(m, receive);
-    check(post_send(m, send, src, nbytes, NULL, 0) == 0, "a posted send", call, m->rank, nbytes);
+    check(post_send(m, send, src, nbytes) == 0, "a posted send", call, m->rank, nbytes);
     if (call % 5 == 0)
         post_receive(m, receive);
     while (__atomic_load_n(&send->state, __ATOMIC_ACQUIRE) < OVER

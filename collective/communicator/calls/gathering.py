@@ -32,7 +32,7 @@ from .call import Call, Header, Planned, straight
 from .heads import HEAD_BYTES, Head
 from .views import UINT8, Array, Leaf, View, adapter_for, bytes_of, elements_of, view, views, where
 
-__all__ = ["AllGather", "AllToAll", "Gather", "Pieces", "assemble"]
+__all__ = ["AllGather", "AllGatherObjects", "AllToAll", "Gather", "Pieces", "assemble"]
 
 
 class Pieces(Call):
@@ -500,6 +500,37 @@ class AllGather(_Collection):
     """See :meth:`Communicator.all_gather`."""
 
     operation = "all_gather"
+
+
+class AllGatherObjects(Call):
+    """All-gather of encoded objects, of which short ones travel in heads.
+
+    Args:
+        path: path of the communicator.
+        raw: bytes of this rank's object.
+    """
+
+    operation = "all_gather"
+
+    def __init__(self, path: Path, raw: Array) -> None:
+        super().__init__(path, raw)
+
+    def run(self, deadline: Deadline) -> list[Array]:
+        """Return the bytes of the ranks' objects."""
+        path, raw = self.path, self.x
+        head = Head(1)
+        head.words[0] = raw.size
+        head.put(raw)
+        heads = np.empty(HEAD_BYTES * path.size, np.uint8)
+        plan = path.object_heads_plan(HEAD_BYTES)
+        path.carry(plan, head.buffer, Buffer(heads, UINT8), deadline)
+        lengths = heads.view(np.int64)[:: HEAD_BYTES // 8].tolist()
+        if max(lengths) <= head.room:
+            starts = range(HEAD_BYTES - head.room, heads.size, HEAD_BYTES)
+            return [heads[at : at + nbytes] for at, nbytes in zip(starts, lengths)]
+        call = AllGather(path, raw, counts=lengths, hosted="object")
+        joined = call.prepare().perform(deadline)
+        return np.split(joined, list(accumulate(lengths))[:-1])
 
 
 class AllToAll(Pieces):

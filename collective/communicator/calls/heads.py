@@ -29,8 +29,8 @@ from ..streams import Near
 from .views import UINT8, Array, adapter_for, check_device, device_view, room_on_gpu, view
 
 __all__ = [
-    "HEAD_BYTES", "WORDS", "Head", "build_result", "check_out", "message_of", "read_words",
-    "room_for",
+    "HEAD_BYTES", "OBJECT", "WORDS", "Head", "build_result", "check_out", "message_of",
+    "read_words", "room_for",
 ]  # fmt: skip
 
 #: Length of every head in bytes. A transport takes as long for a head as for one byte.
@@ -80,7 +80,7 @@ class Head:
 WORDS = 16
 _MAX_DIMENSIONS = WORDS - 4
 # Kinds: an array, a structure, an array whose payload follows from a GPU, an object.
-_ARRAY, _STRUCTURE, _FOLLOWING, _OBJECT = range(4)
+_ARRAY, _STRUCTURE, _FOLLOWING, OBJECT = range(4)
 
 
 def message_of(
@@ -104,7 +104,7 @@ def message_of(
         head.words[:3] = _STRUCTURE, 0, payload.count
     elif hosted == "object":
         payload = Buffer(x, UINT8)
-        head.words[:3] = _OBJECT, 0, payload.count
+        head.words[:3] = OBJECT, 0, payload.count
     else:
         adapter, array, dtype = view(path, what, x, hosted)
         if array.ndim > _MAX_DIMENSIONS:
@@ -179,7 +179,7 @@ def check_out(path: Path, what: str, out: Any) -> Near | None:
 
 def _direct(path: Path, words: Sequence[int], out: Any, follows: bool) -> Buffer | None:
     """Return ``out`` as a buffer of bytes, if the message can be received directly into it."""
-    if out is None or nested.is_tree(out) or words[0] in (_STRUCTURE, _OBJECT):
+    if out is None or nested.is_tree(out) or words[0] in (_STRUCTURE, OBJECT):
         return None
     array, dtype = adapter_of(out).output(out)
     on_gpu = not isinstance(array, np.ndarray)
@@ -211,9 +211,9 @@ def build_result(
         InvalidArgumentError: the message is an object, and the receiver expects an array; or the
             other way round.
     """
-    if (words[0] == _OBJECT) != (hosted == "object"):
+    if (words[0] == OBJECT) != (hosted == "object"):
         _refuse_other_kind(path, what, source, words)
-    if words[0] == _OBJECT:
+    if words[0] == OBJECT:
         return payload.array
     what = f"{what} from rank {source} to rank {path.rank}"
     if words[0] == _STRUCTURE:
@@ -237,7 +237,7 @@ def build_result(
 
 
 def _refuse_other_kind(path: Path, what: str, source: int, words: Sequence[int]) -> NoReturn:
-    if words[0] == _OBJECT:
+    if words[0] == OBJECT:
         sent, send, receive = "an object", "send_object", "recv_object"
     else:
         sent, send, receive = "a structure", "send", "recv"
@@ -267,7 +267,7 @@ def read_words(what: str, head: Head) -> list[int]:
     """
     words: list[int] = head.words.tolist()
     kind, code, nbytes, ndim = words[:4]
-    if kind in (_STRUCTURE, _OBJECT):
+    if kind in (_STRUCTURE, OBJECT):
         sound = nbytes >= 0
     else:
         sound = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import BuiltinFunctionType
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ..path import Path
 from ..posted import PostedWork, Steps, post_receive, post_send
 from ..results import compare_messages
 from ..streams import Near, settle, stream_work, with_site, within
-from .heads import WORDS, Head, build_result, check_out, message_of, read_words, room_for
+from .heads import OBJECT, WORDS, Head, build_result, check_out, message_of, read_words, room_for
 from .views import adapter_for
 
 __all__ = ["NULL", "Message", "Recv", "Send", "SendRecv", "Status"]
@@ -84,8 +85,13 @@ class Message:
         """Make the call in Python; return its result, or a ``Work``."""
         raise NotImplementedError
 
-    def in_c(self, x: Any, dst: Any, out: Any, src: Any, deadline: Deadline) -> Any:
+    def in_c(
+        self, x: Any, dst: Any, out: Any, src: Any, deadline: Deadline, heads: int = True
+    ) -> Any:
         """Exchange plain arrays in C, unless there are listeners or earlier messages in flight.
+
+        Args:
+            heads: as in :func:`collective.native.messages`; functions in Python take only True.
 
         Returns:
             The sender; ``NotImplemented``, if nothing was done; or the deadline, if Python must
@@ -95,8 +101,10 @@ class Message:
         exchange = path.exchange
         if exchange is None or (path.lanes and not _is_free(path, dst, src, self.tag)):
             return NotImplemented
+        if heads is not True and type(exchange) is not BuiltinFunctionType:
+            return NotImplemented
         try:
-            return exchange(x, dst, out, src, self.tag, deadline, True)
+            return exchange(x, dst, out, src, self.tag, deadline, heads)
         except BaseException as error:
             path.note_failure(error)
             raise
@@ -137,9 +145,8 @@ class Send(Message):
         self._what = what
 
     def try_in_c(self, seconds: float) -> Any:
-        if self._hosted == "object":  # C writes heads of arrays
-            return NotImplemented
-        done = self.in_c(self.x, self.dst, None, NOBODY, Deadline(seconds))
+        heads = OBJECT if self._hosted == "object" else True
+        done = self.in_c(self.x, self.dst, None, NOBODY, Deadline(seconds), heads)
         return NotImplemented if done is NotImplemented else self._result
 
     def make_in_python(self, seconds: float, async_op: bool) -> Any:
@@ -185,6 +192,8 @@ class Recv(Message):
         return cls(path, out, src, tag, None, None)
 
     def try_in_c(self, seconds: float) -> Any:
+        if self._hosted == "object":
+            return self._object_in_c(Deadline(seconds))
         if self.out is None or self.like is not None:
             return NotImplemented
         source = self.in_c(None, NOBODY, self.out, self.src, Deadline(seconds))
@@ -195,6 +204,14 @@ class Recv(Message):
         if self._status is not None:
             self._status.source = source
         return self.out
+
+    def _object_in_c(self, deadline: Deadline) -> Any:
+        """Receive the head of an object in C, and the rest as any message's."""
+        if type(self.tag) is not int or not 0 <= self.tag < _TAGS:
+            return NotImplemented
+        head = Head(WORDS)
+        source = self.in_c(None, NOBODY, head.buffer.array, self.src, deadline, False)
+        return source if source is NotImplemented else self._rest(head, source, deadline, None)
 
     def make_in_python(self, limit: float | Deadline, async_op: bool) -> Any:
         """Make the call in Python; return its result, or a ``Work``.
@@ -231,6 +248,11 @@ class Recv(Message):
         path, deadline = self.path, Deadline.of(limit)
         head = Head(WORDS)
         source = path.transfer(path.backend.recv, head.buffer, src, tag, deadline)
+        return self._rest(head, source, deadline, near)
+
+    def _rest(self, head: Head, source: int, deadline: Deadline, near: Near | None) -> Any:
+        """Receive what follows a head; return the result."""
+        path, tag = self.path, int(self.tag)
         words, payload, follows, direct = self._room(head, source)
         if follows:
             path.transfer(path.backend.recv, payload, source, tag + path.payload_tag, deadline)

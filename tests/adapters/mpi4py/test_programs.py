@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,21 @@ except MPI.Exception as error:
     program = launches.script(f"from mpi4py import MPI\ncomm = MPI.COMM_WORLD\n{body}")
     done = launches.run("-n", "2", "--backend", "shm", "--mpi4py", program)
     assert "[0] True True" in done.stdout, done.stdout + done.stderr
+
+
+def test_receives_that_wait_for_each_other_are_named_without_a_deadline(launches: Launches) -> None:
+    body = """
+try:
+    comm.recv(source=1 - comm.rank, tag=3)
+except MPI.Exception as error:
+    print(str(error).replace(chr(10), " "))
+"""
+    lines = _ranks(launches, body).splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        for rank in (0, 1):
+            assert f"rank {rank}: recv(src={1 - rank}, tag=3) at " in line
+        assert re.search(r"\.py:\d in <module>", line)
 
 
 def test_synchronous_send_waits_for_its_receive(launches: Launches) -> None:
