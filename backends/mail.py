@@ -27,8 +27,8 @@ _CLOSED = "this rank has closed the communicator"
 class BaseMail(ABC):
     """What all engines share: waiting for one operation after the other."""
 
-    refuse: Callable[[object], object]  # raises if the communicator is broken or closed
-    _wait: Callable[[Any, int, int, int, Deadline], object]  # waits for what _advancing() returns
+    refuse: Any  # function that raises if the communicator is broken or closed
+    _wait: Any  # function that waits for what _advancing() returns
     _why: CollectiveError | None = None  # error of the operations that close() ends
 
     def wait(self, items: Sequence[Any], any_of: bool, deadline: Deadline | float) -> None:

@@ -131,7 +131,7 @@ class TwoLevelMail(BaseMail):
         self._inner.deliver(deadline)
         self._outer.deliver(deadline)
 
-    def refuse(self, where: object) -> None:  # type: ignore[override]  # an attribute elsewhere
+    def refuse(self, where: object) -> None:
         """Raise the reason why the communicator is broken or closed."""
         self._channel.check(where, ())
         self._channel.refuse_closed(where)
@@ -148,7 +148,7 @@ class TwoLevelMail(BaseMail):
         self.progress()
         return (any if any_of else all)(item.done for item in items)
 
-    def _wait(  # type: ignore[override]  # an attribute elsewhere
+    def _wait(
         self, advance: Callable[[], int], to: int, source: int, tag: int, deadline: Deadline
     ) -> None:
         others = [rank for rank in range(self._channel.size) if rank != self._channel.rank]

@@ -367,7 +367,7 @@ class HierarchicalBackend(TwoLevel):
         return self._exchange(x, to, out, source, tag, deadline, False) is not NotImplemented
 
     def _exchange(
-        self, x: Any, to: int, out: Any, source: int, tag: int, limit: Deadline, heads: bool
+        self, x: Any, to: int, out: Any, source: int, tag: int, limit: Deadline, heads: int
     ) -> Any:
         """Send, receive, or both, by the functions of the two levels; see ``native.messages``."""
         outer, inner = self._outer.exchange, self._inner.exchange

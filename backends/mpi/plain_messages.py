@@ -99,7 +99,7 @@ class PlainMessages:
         self._from: _HeadRequests = OrderedDict()
 
     def exchange(
-        self, x: Any, to: int, out: Any, source: int, tag: int, deadline: Deadline, heads: bool
+        self, x: Any, to: int, out: Any, source: int, tag: int, deadline: Deadline, heads: int
     ) -> Any:
         """Send, receive or both; see :func:`collective.native.messages`. Heads are always used."""
         if self._channel.failure is not None or self._messages.unread:

@@ -112,7 +112,7 @@ except MPI.Exception as error:
     for line in lines:
         for rank in (0, 1):
             assert f"rank {rank}: recv(src={1 - rank}, tag=3) at " in line
-        assert re.search(r"\.py:\d in <module>", line)
+        assert re.search(r"\.py:\d+ in <module>", line)
 
 
 def test_synchronous_send_waits_for_its_receive(launches: Launches) -> None:
