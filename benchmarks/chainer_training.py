@@ -17,7 +17,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import peers
@@ -26,9 +26,6 @@ from turns import alternate, median_excess, repeated
 from collective.launch.ranks import Participant
 from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, microseconds, print_table
-
-if TYPE_CHECKING:
-    from collective.tools.models.chainer import Step
 
 # Promised bounds: added time of ours over ChainerMN's, and of the drop-in over ChainerMN's.
 _ADDED, _DROP_IN = 1 / 5, 1.0
@@ -39,14 +36,27 @@ _SIDES = ("ours", "drop-in", "naive", "flat (host)")
 # -- in the ranks -----------------------------------------------------------------------
 
 
-def mlp_step(optimizer: Any, width: int) -> Step:
-    """Return a step of an MLP of six layers with the given optimizer."""
-    from collective.tools.models.chainer import Network, Step
-    from collective.tools.models.networks import perceptron, weights
+class _Step:
+    """Training step of an MLP of six layers, as a function without arguments."""
 
-    layers = perceptron(*[width] * 7)
-    x = np.random.default_rng(0).standard_normal((64, width), np.float32)
-    return Step(optimizer, Network(layers, weights(layers, 0, "float32")), x)
+    def __init__(self, optimizer: Any, width: int) -> None:
+        import chainer
+
+        np.random.seed(0)  # Chainer draws the weights from NumPy's global generator
+        links, relu = chainer.links, chainer.functions.relu
+        layers = [layer for _ in range(6) for layer in (links.Linear(width, width), relu)]
+        self.model = chainer.Sequential(*layers[:-1])
+        self.optimizer = optimizer
+        self._x = np.random.default_rng(0).standard_normal((64, width), np.float32)
+        optimizer.setup(self.model)
+
+    def _loss(self) -> Any:
+        import chainer
+
+        return chainer.functions.mean(self.model(self._x) ** 2)
+
+    def __call__(self) -> None:
+        self.optimizer.update(self._loss)
 
 
 def _flat() -> Any:
@@ -88,7 +98,7 @@ def rank(_: Participant, width: int, quick: bool) -> dict[str, list[float]]:
     for name, communicator in communicators.items():
         sgd = chainer.optimizers.SGD(0.0)
         optimizers[name] = chainermn.create_multi_node_optimizer(sgd, communicator)
-    steps = {name: mlp_step(optimizer, width) for name, optimizer in optimizers.items()}
+    steps = {name: _Step(optimizer, width) for name, optimizer in optimizers.items()}
     _agree(steps)
     bare = steps[_BARE]
     memory = comm.empty(bare.model.count_params(), np.float32)
@@ -105,7 +115,7 @@ def rank(_: Participant, width: int, quick: bool) -> dict[str, list[float]]:
     return found
 
 
-def _agree(steps: Mapping[str, Step]) -> None:
+def _agree(steps: Mapping[str, _Step]) -> None:
     """Check that all sides have the same gradients after a call."""
     gradients = {}
     for name, step in steps.items():
@@ -135,7 +145,7 @@ def added(times: dict[str, list[float]], side: str) -> float:
     return median_excess(times[side], times[_BARE])
 
 
-def show(run: dict[str, Any], markdown: bool) -> None:
+def show(run: dict[str, Any]) -> None:
     """Print the tables of a run, and whether the promises are kept."""
     print(f"{headline(run['machine'])}; 2 ranks\n")
     kept = []
@@ -149,7 +159,7 @@ def show(run: dict[str, Any], markdown: bool) -> None:
             last = "" if share is None else f"{share:.2f}"
             rows.append([side, microseconds(step), microseconds(extra), last])
         header = ["side", "step µs", "sync adds µs", "ours, of that"]
-        print_table(f"a step under {vendor}", header, rows, markdown)
+        print_table(f"a step under {vendor}", header, rows)
         drop_in = added(times, "drop-in")
         for side in _SIDES[2:]:
             theirs = added(times, side)
@@ -173,12 +183,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = peers.find(options)
         if not found:
             raise SystemExit(
-                "chainer_training: no MPI library is installed; run "
-                "`python benchmarks/peers.py setup`."
+                "chainer_training: no MPI library is installed; run `make .mpi/mpich/.done`."
             )
         return {"syncing": {vendor: measure(path, options) for vendor, path in found.items()}}
 
-    show(measured(options, measure_all), options.markdown)
+    show(measured(options, measure_all))
     return 0
 
 

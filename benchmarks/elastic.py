@@ -135,7 +135,7 @@ def measure(
     return found
 
 
-def show(found: dict[str, list[float]], markdown: bool = False) -> None:
+def show(found: dict[str, list[float]]) -> None:
     """Print the table."""
     rows = [
         [name, *(f"{1e3 * figure(turns):.0f}" for figure in (statistics.median, min, max)),
@@ -143,7 +143,7 @@ def show(found: dict[str, list[float]], markdown: bool = False) -> None:
         for name, turns in found.items()
     ]  # fmt: skip
     title = "From a kill to the first sum without the dead, or to that with one more"
-    print_table(title, ["who goes on", "median ms", "least", "most", "of"], rows, markdown)
+    print_table(title, ["who goes on", "median ms", "least", "most", "of"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     turns = 3 if options.quick else options.turns
     asked = options.backends.split(","), options.n, turns, options.mpi_python
     run = measured(options, lambda: {"elastic": measure(*asked), "ranks": options.n})
-    show(run["elastic"], options.markdown)
+    show(run["elastic"])
     return 0
 
 

@@ -94,7 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{headline(run['machine'])}; native core {run['native']}; µs",
         ["size", "fastest: core", "without", "×", "median: core", "without", "×"],
         rows,
-        options.markdown,
     )
     return 0
 

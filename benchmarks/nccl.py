@@ -316,7 +316,7 @@ def _us(seconds: float) -> str:
     return f"{seconds * 1e6:.2f}"
 
 
-def show(run: dict[str, Any], layers: bool, markdown: bool) -> None:
+def show(run: dict[str, Any], layers: bool) -> None:
     """Print the tables of a run."""
     print(f"{headline(run['machine'])}; 1 rank\n")
     which = "NCCL" if run["real"] else "the ABI fake of NCCL"
@@ -332,7 +332,7 @@ def show(run: dict[str, Any], layers: bool, markdown: bool) -> None:
     ]  # fmt: skip
     header = ["operation", "arrays", "way", "raw µs", "ours µs", "added µs", "least added µs"]
     title = f"per call on the host, over {which} {run['library']}; {_ADDED_US:g} µs may be added"
-    print_table(title, [*header, "ratio", "CuPy µs", "verdict"], rows, markdown)
+    print_table(title, [*header, "ratio", "CuPy µs", "verdict"], rows)
     if layers:
         rows, before = [], 0.0
         for layer in run["layers"]:
@@ -341,7 +341,7 @@ def show(run: dict[str, Any], layers: bool, markdown: bool) -> None:
             before = layer["seconds"]
             rows.append([layer["layer"], layer["arrays"], microseconds(before), _us(more)])
         header = ["layer", "arrays", "µs", "adds µs"]
-        print_table("all_reduce(x, out=x), layer by layer", header, rows, markdown)
+        print_table("all_reduce(x, out=x), layer by layer", header, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -361,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise SystemExit("nccl: the ABI fake needs a C compiler; or use --real on a GPU")
         os.environ.update(fakes.environment(delay_us=0, log=0, poison=0))
     run = measured(options, lambda: measure(options.real, options.quick))
-    show(run, options.layers, options.markdown)
+    show(run, options.layers)
     return 0
 
 

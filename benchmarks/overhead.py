@@ -123,7 +123,7 @@ def verdict(engine: str, record: dict[str, Any]) -> str:
     return ""
 
 
-def show(run: dict[str, Any], markdown: bool) -> None:
+def show(run: dict[str, Any]) -> None:
     """Print the tables of a run."""
     print(f"{headline(run['machine'])}; {run['ranks']} ranks\n")
     for name, found in run["engines"].items():
@@ -137,7 +137,7 @@ def show(run: dict[str, Any], markdown: bool) -> None:
             for record in found["records"]
         ]  # fmt: skip
         header = ["operation", "size", "raw µs", "ours µs", "added µs", "ratio", "verdict"]
-        print_table(f"{engine} over {found['version']}", header, rows, markdown)
+        print_table(f"{engine} over {found['version']}", header, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -160,9 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         engines = {}
         for name in options.engines or [*venvs, "gloo"]:
             if name != "gloo" and name not in venvs:
-                raise SystemExit(
-                    f"overhead: {name}: not installed; run: python benchmarks/peers.py setup"
-                )
+                raise SystemExit(f"overhead: {name}: not installed; run: make .mpi/{name}/.done")
             try:
                 engines[name] = launch(
                     venvs.get(name), options.n, options.operations, options.sizes, options.quick
@@ -171,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 failures.append(f"{name}: {error}")
         return {"ranks": options.n, "engines": engines}
 
-    show(measured(options, measure), options.markdown)
+    show(measured(options, measure))
     return sittings.exit_code("overhead", {"failures": failures})
 
 

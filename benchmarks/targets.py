@@ -269,7 +269,7 @@ def _of_half(records: Sequence[Record], dtype: str) -> Judged:
     return hold(f"all_reduce of {dtype}", "1.3 × float32's", "first", bounds)
 
 
-def show(run: dict[str, Any], details: bool, markdown: bool) -> None:
+def show(run: dict[str, Any], details: bool) -> None:
     """Print a run: each size if ``details``, then each row with its verdict."""
     results = Results.from_json(run)
     if details:
@@ -281,12 +281,11 @@ def show(run: dict[str, Any], details: bool, markdown: bool) -> None:
             for aim in _AIMS
             for ratio in aim.ratios(results.records)
         ]  # fmt: skip
-        print_table("by size, against the fastest MPI", header, rows, markdown)
+        print_table("by size, against the fastest MPI", header, rows)
     print_table(
         headline(run["machine"]),
         ["to reach", "must", "aim", "the worst measured", "verdict"],
         [[*astuple(judged)] for judged in judge(results.records, run["added"])],
-        markdown,
     )
 
 
@@ -311,8 +310,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--brief", action="store_true", help="print the verdicts only")
     options = parser.parse_args(arguments)
     run = measured(options, lambda: measure(options))
-    show(run, not options.brief, options.markdown)
-    sittings.show_contestants(run, options.markdown)
+    show(run, not options.brief)
+    sittings.show_contestants(run)
     return sittings.exit_code("targets", run)
 
 

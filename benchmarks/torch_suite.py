@@ -166,7 +166,7 @@ def differences(sides: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, s
     return rows
 
 
-def show(report: dict[str, Any], markdown: bool) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print the counts, the differences and the reasons of failures."""
     sides = report["outcomes"]
     about = report["machine"]
@@ -177,7 +177,7 @@ def show(report: dict[str, Any], markdown: bool) -> None:
         seconds = sum(test["seconds"] for test in found.values())
         name = side if side != "collective" else f"collective ({report['transport']})"
         rows.append([name, *(str(counts[o]) for o in _OUTCOMES), str(len(found)), f"{seconds:.0f}"])
-    print_table("torch's own tests", ["backend", *_OUTCOMES, "all", "seconds"], rows, markdown)
+    print_table("torch's own tests", ["backend", *_OUTCOMES, "all", "seconds"], rows)
     unlike = differences(sides)
     if not unlike:
         print("All tests have the same outcome on both sides.")
@@ -187,7 +187,7 @@ def show(report: dict[str, Any], markdown: bool) -> None:
         reasons = [found[name]["why"] for found in sides.values() if name in found]
         why = next((_last_line(text) for text in reasons if text), "")
         rows.append([name, *outcomes.values(), why])
-    print_table("what differs, and what failed", ["test", *sides, "why"], rows, markdown)
+    print_table("what differs, and what failed", ["test", *sides, "why"], rows)
 
 
 def _last_line(text: str) -> str:
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
 
     report = measured(options, measure)
-    show(report, options.markdown)
+    show(report)
     return int(
         any(
             seen["collective"] == "failed" and seen.get("gloo") != "failed"

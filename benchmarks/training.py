@@ -31,20 +31,45 @@ from turns import alternate, median_excess, median_ratio, repeated
 from collective.adapters.torch import DistributedDataParallel
 from collective.tools.bench.libraries import TorchDistributed
 from collective.tools.bench.machine import headline, measured
-from collective.tools.models import networks
-from collective.tools.models.torch import model_of, step_of
 from collective.tools.show import add_outputs, microseconds, print_table
 
 # Promised bounds for the MLP: our added time over torch's, and torch's step over ours.
 _ADDED, _STEP = 1 / 5, 1.3
 # Promised bound for PyTorch's wrapper over our process group.
 _PLUGIN = 1.3
-_MODELS = "mlp lenet resnet"
+_MODELS = "mlp lenet"
+# Shapes of the batches.
+_BATCHES = {"mlp": (64, 1024), "lenet": (32, 1, 28, 28)}
 _PARTS = "wrappers plugin"
 _TITLES = {
     "wrappers": ("a training step", "ours", "torch's"),
     "plugin": ("a step of torch's wrapper", "over our shm", "over Gloo"),
 }
+
+
+def _model(name: str) -> nn.Module:
+    """Return ``"mlp"``, whose six layers have 25 MB of gradients, or ``"lenet"``; seeded."""
+    torch.manual_seed(0)
+    if name == "mlp":
+        layers = [layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+        return nn.Sequential(*layers[:-1])
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 5, padding=2), nn.Tanh(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(400, 120), nn.Tanh(), nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, 10)),
+    )
+
+
+def _step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    """Return a step of training on a batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
 
 
 def _wrapped_by_torch(model: nn.Module, group: Any = None) -> Any:
@@ -67,7 +92,7 @@ def _rank(comm: Any, folder: Path, part: str, names: Sequence[str], quick: bool)
 def _turns(comm: Any, part: str, name: str, quick: bool) -> dict[str, list[float]]:
     """Check that all sides have the same gradients, and return the times of their turns."""
     wrapped = _wrapped(part, comm, name)
-    x = torch.from_numpy(networks.batch(name, 0))
+    x = torch.randn(_BATCHES[name], generator=torch.Generator().manual_seed(0))
     for module in wrapped.values():
         module(x * (comm.rank + 1)).square().mean().backward()
     first, *others = ([p.grad for p in module.parameters()] for module in wrapped.values())
@@ -81,7 +106,7 @@ def _turns(comm: Any, part: str, name: str, quick: bool) -> dict[str, list[float
 
 def _wrapped(part: str, comm: Any, name: str) -> dict[str, Any]:
     """Return the sides of a part, each with its own model."""
-    first, second = (model_of(name) for _ in range(2))
+    first, second = (_model(name) for _ in range(2))
     if part == "plugin":
         import collective.adapters.torch.plugin  # noqa: F401  # registers it
 
@@ -94,7 +119,7 @@ def _sides(wrapped: dict[str, Any], x: torch.Tensor) -> dict[str, Callable[[int]
     """Return the steps of each side with syncing and without."""
     sides = {}
     for side, module in wrapped.items():
-        step = step_of(module, x)
+        step = _step_of(module, x)
         sides[side], sides[f"{side}, no_sync"] = repeated(step), _within(module.no_sync, step)
     return sides
 
@@ -128,7 +153,7 @@ def two_ranks(part: str, names: Sequence[str], quick: bool) -> dict[str, Any]:
     return found
 
 
-def show(run: dict[str, Any], markdown: bool) -> None:
+def show(run: dict[str, Any]) -> None:
     """Print the tables of a run."""
     print(f"{headline(run['machine'])}; 2 ranks\n")
     for part, models in run["parts"].items():
@@ -145,7 +170,7 @@ def show(run: dict[str, Any], markdown: bool) -> None:
         title, ours, other = _TITLES[part]
         header = ["model", f"{ours} µs", f"{other} µs", "times as fast", f"sync adds: {ours} µs"]
         header += [f"{other} µs", "of that", "verdict"]
-        print_table(title, header, rows, markdown)
+        print_table(title, header, rows)
 
 
 def _is_kept(part: str, name: str, got: dict[str, float]) -> bool:
@@ -169,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked = options.models, options.quick
         return {"parts": {part: two_ranks(part, *asked) for part in options.parts}}
 
-    show(measured(options, all_parts), options.markdown)
+    show(measured(options, all_parts))
     return 0
 
 

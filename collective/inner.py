@@ -14,7 +14,7 @@ from collective.lazy import on_demand as _on_demand
 if TYPE_CHECKING:
     from collective import cuda, install, native, platform, trace
     from collective.communicator.foreign_names import refuses
-    from collective.contract import mail, registry
+    from collective.contract import registry
     from collective.contract.backend import Backend, Capabilities
     from collective.contract.failure import Failure
     from collective.contract.process import NotCopied
@@ -104,7 +104,6 @@ else:  # for a type checker, a __getattr__ would mean that the module has every 
             "platform": "platform",
             "refuse_differences": "training.replicas",
             "refuses": "communicator.foreign_names",
-            "mail": "contract.mail",
             "registry": "contract.registry",
             "session": "start.session",
             "settings": "start.config",
@@ -161,7 +160,6 @@ __all__ = [
     "framework",
     "install",
     "load",
-    "mail",
     "native",
     "nested",
     "not_read",

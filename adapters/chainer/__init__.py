@@ -22,22 +22,19 @@ if TYPE_CHECKING:
     from .optimizer import MultiNodeOptimizer, create_multi_node_optimizer
     from .parallel_updater import ParallelUpdater, Replicas
     from .pipeline import Pipeline
-    from .snapshot import MultiNodeSnapshot, SnapshotError, load_snapshot, save_snapshot
     from .splits import Split
     from .state import broadcast_state
     from .trainer import MultiNodeUpdater, create_multi_node_evaluator
 else:  # not for type checkers: with __getattr__ they would accept any name
-    __getattr__, __dir__ = _on_demand(
+    _get, __dir__ = _on_demand(
         __name__,
         {
             "MultiNodeOptimizer": "optimizer",
-            "MultiNodeSnapshot": "snapshot",
             "MultiNodeUpdater": "trainer",
             "ParallelUpdater": "parallel_updater",
             "Pipeline": "pipeline",
             "Replicas": "parallel_updater",
             "ShardedIterator": "dataset",
-            "SnapshotError": "snapshot",
             "Split": "splits",
             "SyncBatchNormalization": "batch_normalization",
             "WorkerLostError": "compatibility.processes",
@@ -46,21 +43,26 @@ else:  # not for type checkers: with __getattr__ they would accept any name
             "create_multi_node_evaluator": "trainer",
             "create_multi_node_optimizer": "optimizer",
             "functional": "functional",
-            "load_snapshot": "snapshot",
-            "save_snapshot": "snapshot",
             "scatter_dataset": "dataset",
         },
     )
 
+    def __getattr__(name):
+        if name in ("MultiNodeSnapshot", "SnapshotError", "load_snapshot", "save_snapshot"):
+            raise AttributeError(
+                f"collective.adapters.chainer has no {name}: rank 0 writes a snapshot for all by "
+                "chainer.training.extensions.snapshot(condition=lambda: comm.rank == 0)."
+            )
+        return _get(name)
+
+
 __all__ = [
     "MultiNodeOptimizer",
-    "MultiNodeSnapshot",
     "MultiNodeUpdater",
     "ParallelUpdater",
     "Pipeline",
     "Replicas",
     "ShardedIterator",
-    "SnapshotError",
     "Split",
     "SyncBatchNormalization",
     "WorkerLostError",
@@ -69,8 +71,6 @@ __all__ = [
     "create_multi_node_evaluator",
     "create_multi_node_optimizer",
     "functional",
-    "load_snapshot",
-    "save_snapshot",
     "scatter_dataset",
 ]
 

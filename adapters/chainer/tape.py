@@ -86,11 +86,12 @@ def bare(x: Any) -> Any:
     return x.array if isinstance(x, chainer.Variable) else x
 
 
-class Tape:
-    """Operations on Chainer's graph; see :class:`collective.training.differentiable.Tape`."""
+class Tape(differentiable.Differentiable[Any]):
+    """Differentiable collectives of Chainer: their operations on its graph."""
 
-    @staticmethod
-    def record(step: differentiable.CollectiveStep, x: Any, near: Any = None) -> Any:
+    like = "numpy"
+
+    def record(self, step: differentiable.CollectiveStep, x: Any, near: Any = None) -> Any:
         """Run a step as a node of the graph, if gradients are enabled.
 
         Args:
@@ -110,8 +111,7 @@ class Tape:
         (result,) = node.apply((token,) if x is None else (x, token))
         return result
 
-    @staticmethod
-    def check(what: str, x: Any, op: str = "sum") -> None:
+    def check(self, what: str, x: Any, op: str = "sum") -> None:
         """Refuse an object that is no array, or that cannot be differentiated.
 
         Raises:
@@ -136,29 +136,24 @@ class Tape:
                 "without gradients, except for avg). Convert with F.cast(x, ...)."
             )
 
-    bare = staticmethod(bare)
+    def bare(self, x: Any) -> Any:
+        return bare(x)
 
-    @staticmethod
-    def room(x: Any, shape: Sequence[int]) -> Callable[[], Any]:
+    def room(self, x: Any, shape: Sequence[int]) -> Callable[[], Any]:
         return partial(module_of(x).empty, tuple(shape), x.dtype)
 
-    @staticmethod
-    def integers(x: Any) -> Callable[[Sequence[int]], Any]:
+    def integers(self, x: Any) -> Callable[[Sequence[int]], Any]:
         make: Callable[[Sequence[int]], Any] = module_of(x).array
         return make
 
-    @staticmethod
-    def copy(array: Any) -> Any:
+    def copy(self, array: Any) -> Any:
         return array.copy()
 
-    @staticmethod
-    def stack(g: Any, array: Any) -> Any:
+    def stack(self, g: Any, array: Any) -> Any:
         return F.stack([g, chainer.Variable(array)])
 
-    @staticmethod
-    def product_of_others(pieces: Any, rank: int) -> Any:
+    def product_of_others(self, pieces: Any, rank: int) -> Any:
         return F.prod(F.concat([pieces[:rank], pieces[rank + 1 :]], 0), 0)
 
-    @staticmethod
-    def equal(x: Any, y: Any) -> Any:
+    def equal(self, x: Any, y: Any) -> Any:
         return (x == y).astype(y.dtype)

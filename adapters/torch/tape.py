@@ -56,12 +56,13 @@ def _or_delegate(result: Any, x: torch.Tensor) -> Any:
     return x.new_zeros(()) if result is None else result
 
 
-class Tape:
-    """Implementation of :class:`collective.training.differentiable.Tape` for autograd."""
+class Tape(differentiable.Differentiable[torch.Tensor]):
+    """Differentiable collectives of PyTorch: their operations on autograd's graph."""
 
-    @staticmethod
+    like = "torch"
+
     def record(
-        step: differentiable.CollectiveStep, x: torch.Tensor | None, near: Any = None
+        self, step: differentiable.CollectiveStep, x: torch.Tensor | None, near: Any = None
     ) -> torch.Tensor:
         """Run a step, as a node of the graph if gradients are enabled."""
         # With the token, the step is a node even if ``x`` requires no gradient: other ranks'
@@ -71,8 +72,7 @@ class Tape:
         y: torch.Tensor = node.apply(step, x, token)
         return y
 
-    @staticmethod
-    def check(what: str, x: Any, op: str = "sum") -> None:
+    def check(self, what: str, x: Any, op: str = "sum") -> None:
         """Check that ``x`` is a tensor and that ``op`` can be differentiated for it.
 
         Raises:
@@ -90,30 +90,23 @@ class Tape:
                 f"{what}: op 'avg' of {x.dtype} (expected floating point or complex numbers)."
             )
 
-    @staticmethod
-    def bare(x: Any) -> Any:
+    def bare(self, x: Any) -> Any:
         return x.detach() if isinstance(x, torch.Tensor) else x
 
-    @staticmethod
-    def room(x: torch.Tensor, shape: Sequence[int]) -> Callable[[], torch.Tensor]:
+    def room(self, x: torch.Tensor, shape: Sequence[int]) -> Callable[[], torch.Tensor]:
         return partial(torch.empty, tuple(shape), dtype=x.dtype, device=x.device)
 
-    @staticmethod
-    def integers(x: torch.Tensor) -> Callable[[Sequence[int]], torch.Tensor]:
+    def integers(self, x: torch.Tensor) -> Callable[[Sequence[int]], torch.Tensor]:
         return partial(torch.tensor, device=x.device)
 
-    @staticmethod
-    def copy(array: torch.Tensor) -> torch.Tensor:
+    def copy(self, array: torch.Tensor) -> torch.Tensor:
         return array.clone()
 
-    @staticmethod
-    def stack(g: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
+    def stack(self, g: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
         return torch.stack([g, array])
 
-    @staticmethod
-    def product_of_others(pieces: torch.Tensor, rank: int) -> torch.Tensor:
+    def product_of_others(self, pieces: torch.Tensor, rank: int) -> torch.Tensor:
         return torch.cat([pieces[:rank], pieces[rank + 1 :]]).prod(0).conj()
 
-    @staticmethod
-    def equal(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def equal(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (x == y).to(y.dtype)

@@ -53,7 +53,7 @@ Needs = Callable[[Capabilities], "str | None"]
 _TIMEOUT_S = 30.0
 # The themes (module names) of checks in which arrays travel; see conformance.py. The checks of
 # objects, failures and the like test which calls ranks make, so the kind of array does not matter.
-_OF_ARRAYS = set("reduce extremes bools order shards operators move data p2p async memory".split())
+_OF_ARRAYS = set("reduce bools order shards operators move data p2p async memory".split())
 
 
 class RankFactory:

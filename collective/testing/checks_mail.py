@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 from collective import ANY_SOURCE, Communicator
-from collective.inner import mail as kinds
+from collective.contract import mail as kinds
 
 from .checks import able, on_each_rank
 

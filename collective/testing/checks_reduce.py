@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from collective import Communicator, ReduceOp, premul_sum
-from collective.inner import Op
+from collective.inner import Capabilities, Op
 
 from .checks import Case, on_each_rank, roots
 from .samples import (
@@ -22,10 +22,13 @@ from .samples import (
     dtypes_at,
     dtypes_of,
     expected,
+    extreme,
     laid_out,
+    of_bits,
     pieces,
     plain,
     regions,
+    special_bits,
     values,
 )
 
@@ -262,3 +265,39 @@ def check_premul_sum(comm: Communicator) -> None:
             if found is not None:
                 got = plain(found)
                 assert_close(got, right.astype(got.dtype), f"{call}(premul_sum) of {dtype}", 2e-2)
+
+
+# -- the minimum and maximum of signed zeros and NaN, bit by bit ----------------------------------
+
+# A prime, so that it is not a multiple of any piece that a transport cuts.
+_DRAWN = 2003
+
+
+def _on_the_host(capabilities: Capabilities) -> str | None:
+    if "cuda" in capabilities.devices:
+        return "folds floats in the memory of GPUs, where zeros and NaN are the library's affair"
+    return None
+
+
+@on_each_rank([{"op": "min"}, {"op": "max"}], needs=_on_the_host)
+def check_extremes(comm: Communicator, op: Op) -> None:
+    """Check that -0 is less than +0, and that any NaN gives the same NaN, bit by bit."""
+    if op not in comm.capabilities.ops:
+        return
+    for dtype in dtypes_of(comm.capabilities.dtypes, "f"):
+        generators = map(np.random.default_rng, range(comm.size))
+        every = np.stack([special_bits(random, dtype, _DRAWN) for random in generators])
+        for count in (1, _DRAWN, LARGE) if dtype == "float32" else (1, _DRAWN):
+            _fold_extremes(comm, op, dtype, every, count)
+
+
+def _fold_extremes(comm: Communicator, op: Op, dtype: str, every: Array, count: int) -> None:
+    """Fold the rows of ``every``, which are the ranks' bits, with every call that folds.
+
+    Args:
+        count: number of elements; a longer array than a row repeats the row.
+    """
+    mine = of_bits(dtype, np.resize(every[comm.rank], count))
+    total = np.resize(extreme(op, dtype, every), count)
+    first = np.resize(extreme(op, dtype, every[: comm.rank + 1]), count)
+    hold_fold(comm, op, mine, total, first, f"({op}) of {dtype}[{count}]")

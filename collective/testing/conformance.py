@@ -7,7 +7,7 @@ import importlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["BoundCheck", "Result", "all_checks", "parametrize_with_checks", "run_checks"]
 
 _THEMES = (
-    "reduce", "extremes", "bools", "order", "shards", "operators", "move", "data", "p2p", "mail",
+    "reduce", "bools", "order", "shards", "operators", "move", "data", "p2p", "mail",
     "async", "objects", "groups", "memory", "agreement", "arguments", "failure", "broken", "shrink",
     "grow", "fork",
 )  # fmt: skip
@@ -47,8 +47,7 @@ class Result:
     Attributes:
         check: name of the check.
         size: number of ranks.
-        outcome: ``"passed"``, ``"failed"``, ``"skipped"`` or ``"expected"`` (a failure that
-            was declared).
+        outcome: ``"passed"``, ``"failed"`` or ``"skipped"``.
         cases: number of cases that ran.
         text: why the check was skipped, or its failures, one paragraph a case.
         seconds: duration of the check.
@@ -68,7 +67,6 @@ def run_checks(
     *,
     kind: str | Kind = "numpy",
     checks: Sequence[str] | None = None,
-    expected_failures: Mapping[str, str] | None = None,
     timeout: float = 30.0,
     mpiexec: Mpiexec | None = None,
     check: str = "auto",
@@ -81,32 +79,29 @@ def run_checks(
         sizes: numbers of ranks; 1 alone tests no communication.
         kind: kind of the arrays that calls get; see :class:`RankFactory`.
         checks: names of checks; all by default.
-        expected_failures: name of a check (or of one case, ``check_broadcast[root=1]``) ->
-            why it fails. If it passes, it counts as failed: the declaration is stale.
         timeout: seconds after which a case counts as hung.
         mpiexec: how to start ranks of MPI; see :class:`RankPool`.
         check: value of ``COLLECTIVE_CHECK`` for the ranks; see :class:`RankFactory`.
         report: function that is called with each result as soon as it is known.
 
     Raises:
-        ValueError: no check has a name in ``checks`` or ``expected_failures``.
+        ValueError: no check has a name in ``checks``.
         InvalidArgumentError: no kind has that name.
     """
-    expected = dict(expected_failures or {})
-    chosen = chosen_checks(checks, expected)
+    chosen = chosen_checks(checks)
     results = []
     with RankFactory(backend, kind=kind, timeout=timeout, mpiexec=mpiexec, check=check) as factory:
         for size in sizes:
             for each in chosen:
-                result = _run(each, factory, size, expected)
+                result = _run(each, factory, size)
                 results.append(result)
                 report(result)
     return results
 
 
-def chosen_checks(names: Sequence[str] | None, expected: Mapping[str, str]) -> list[Check]:
+def chosen_checks(names: Sequence[str] | None) -> list[Check]:
     known = all_checks()
-    for name in (*(names or ()), *(key.partition("[")[0] for key in expected)):
+    for name in names or ():
         if name not in known:
             raise ValueError(
                 f"checks: no check is called {name!r}; the checks are {', '.join(known)}"
@@ -114,24 +109,15 @@ def chosen_checks(names: Sequence[str] | None, expected: Mapping[str, str]) -> l
     return [check for name, check in known.items() if names is None or name in names]
 
 
-def _run(check: Check, factory: RankFactory, size: int, expected: Mapping[str, str]) -> Result:
+def _run(check: Check, factory: RankFactory, size: int) -> Result:
     start = time.monotonic()
     reason = check.skip_reason(factory.capabilities, size, factory.kind)
     if reason is not None:
         return Result(check.name, size, "skipped", 0, reason, 0.0)
-    problems, declared = [], []
     cases = check.cases(size)
-    for case in cases:
-        why = reason_for(check, case, expected)
-        problem = problem_of(check, factory, size, case)
-        if why is None and problem is not None:
-            problems.append(problem)
-        elif why is not None and problem is None:
-            problems.append(stale(check, case, why))
-        elif why is not None:
-            declared.append(f"{check.title(case)}: {why}")
-    outcome = "failed" if problems else "expected" if declared else "passed"
-    text = "\n\n".join(problems or declared)
+    problems = [problem_of(check, factory, size, case) for case in cases]
+    text = "\n\n".join(filter(None, problems))
+    outcome = "failed" if text else "passed"
     return Result(check.name, size, outcome, len(cases), text, time.monotonic() - start)
 
 
@@ -153,38 +139,17 @@ def problem_of(found: Check, factory: RankFactory, size: int, case: Case) -> str
     return None
 
 
-def reason_for(found: Check, case: Case, expected: Mapping[str, str]) -> str | None:
-    """Return why a case is expected to fail, or None."""
-    return expected.get(found.title(case), expected.get(found.name))
-
-
-def stale(found: Check, case: Case, reason: str) -> str:
-    """Return the text about a case that passes although its failure was declared."""
-    return (
-        f"{found.title(case)}: passes, and is declared to fail ({reason}). Remove it from "
-        "expected_failures."
-    )
-
-
 # -- the suite as tests of pytest ----------------------------------------------------------------
 
 
 class BoundCheck:
     """Callable test: one case of a check on one transport with one number of ranks."""
 
-    def __init__(
-        self,
-        check: Check,
-        factory: RankFactory,
-        size: int,
-        case: Case,
-        expected: Mapping[str, str],
-    ) -> None:
+    def __init__(self, check: Check, factory: RankFactory, size: int, case: Case) -> None:
         self.check = check
         self.size = size
         self.case = case
         self._factory = factory
-        self._expected = expected
         self.last = False
 
     @property
@@ -196,21 +161,16 @@ class BoundCheck:
         """Run the case.
 
         Raises:
-            AssertionError: the property does not hold, or an expected failure is stale.
+            AssertionError: the property does not hold.
         """
         import pytest
 
         __tracebackhide__ = True
-        why = reason_for(self.check, self.case, self._expected)
         try:
             problem = problem_of(self.check, self._factory, self.size, self.case)
         finally:
             if self.last:
                 self._factory.close()
-        if why is not None:
-            if problem is not None:
-                pytest.xfail(f"{why}: {problem.splitlines()[0]}")
-            pytest.fail(stale(self.check, self.case, why), pytrace=False)
         if problem is not None:
             pytest.fail(problem, pytrace=False)
 
@@ -224,7 +184,6 @@ def parametrize_with_checks(
     sizes: Sequence[int] = (1, 2, 3, 4),
     kind: str | Kind = "numpy",
     checks: Sequence[str] | None = None,
-    expected_failures: Mapping[str, str] | None = None,
     timeout: float = 30.0,
     mpiexec: Mpiexec | None = None,
     check: str = "auto",
@@ -246,21 +205,18 @@ def parametrize_with_checks(
         kind: kind of the arrays that calls get: ``"torch"``, ``"jax"``, ``"chainer"``,
             ``"dlpack"``, ``"cupy"``, ``"cuda"``, or a :class:`Kind`; see :class:`RankFactory`.
         checks: names of checks; all by default.
-        expected_failures: name of a check (or of one case, ``check_broadcast[root=1]``) ->
-            why it fails. If it passes, the test fails: the declaration is stale.
         timeout: seconds after which a case counts as hung.
         mpiexec: how to start ranks of MPI; see :class:`RankPool`.
         check: value of ``COLLECTIVE_CHECK`` for the ranks; see :class:`RankFactory`.
 
     Raises:
-        ValueError: no check has a name in ``checks`` or ``expected_failures``.
+        ValueError: no check has a name in ``checks``.
         InvalidArgumentError: no kind has that name, or no check applies.
         BackendNotFoundError: there is no such transport.
         BackendUnavailableError: the transport, or the framework of the kind, cannot be used here.
     """
     import pytest
 
-    expected = dict(expected_failures or {})
     factory = RankFactory(backend, kind=kind, timeout=timeout, mpiexec=mpiexec, check=check)
     # The last test ends the ranks. If it does not run, they are ended at exit.
     atexit.register(factory.close)
@@ -268,8 +224,8 @@ def parametrize_with_checks(
     os.register_at_fork(after_in_child=partial(atexit.unregister, factory.close))
     # All tests of one size come before those of the next size, so that tests can share ranks.
     bound = [
-        BoundCheck(found, factory, size, case, expected)
-        for size, found in itertools.product(sizes, chosen_checks(checks, expected))
+        BoundCheck(found, factory, size, case)
+        for size, found in itertools.product(sizes, chosen_checks(checks))
         if found.skip_reason(factory.capabilities, size, factory.kind) is None
         for case in found.cases(size)
     ]

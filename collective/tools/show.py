@@ -133,19 +133,10 @@ class Output:
         self.quote("\n".join([*shown, ""]))
 
 
-def print_table(
-    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = False
-) -> None:
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; short rows are filled with empty cells."""
     rows = [[*row, *[""] * (len(header) - len(row))] for row in rows]
-    if not markdown:
-        Output().table(title, header, rows)
-        return
-    rule = ["---:" if right else "---" for right in figures(header, rows)]
-    print(f"**{title}**\n")
-    for row in [header, rule, *rows]:
-        print(f"| {' | '.join(row)} |")
-    print()
+    Output().table(title, header, rows)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -351,9 +342,8 @@ def check_known(option: str, given: Sequence[str], known: Collection[str]) -> No
 
 
 def add_outputs(parser: argparse.ArgumentParser, *, earlier: bool = False) -> None:
-    """Add ``--json`` and ``--markdown``, and, if ``earlier`` is true, ``--from``."""
+    """Add ``--json`` and, if ``earlier`` is true, ``--from``."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE")
-    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
     if earlier:
         parser.add_argument(
             "--from", dest="earlier", type=Path, metavar="FILE",

@@ -4,8 +4,8 @@ from .tracer import (
     FIRST_LANE,
     Tracer,
     current,
-    interval,
     now,
+    open_file,
     opened,
     set_current,
     span,
@@ -13,6 +13,6 @@ from .tracer import (
 )  # fmt: skip
 
 __all__ = [
-    "FIRST_LANE", "Tracer", "current", "interval", "now", "opened", "set_current",
+    "FIRST_LANE", "Tracer", "current", "now", "open_file", "opened", "set_current",
     "span", "step",
 ]  # fmt: skip

@@ -172,21 +172,19 @@ class _TracedLane(Lane):
         self._tracer = tracer
 
     def submit(self, what: str, function: Callable[[], T], work: Work[T] | None = None) -> Work[T]:
-        tracer, number = self._tracer, self._tracer.number()
+        tracer = self._tracer
 
         def shown() -> T:
             with tracer.in_background():
                 tracer.begin(what, "background")
-                tracer.flow("t", number)
                 try:
                     return function()
                 finally:
                     tracer.end()
 
         tracer.begin(f"start {what}", "start")
-        tracer.flow("s", number)
         try:
-            return super().submit(what, shown, work or _TracedWork(what, tracer, number))
+            return super().submit(what, shown, work or _TracedWork(what, tracer))
         finally:
             tracer.end()
 
@@ -194,19 +192,15 @@ class _TracedLane(Lane):
 class _TracedWork(Work[T]):
     """Handle whose waits appear in the trace."""
 
-    def __init__(self, what: str, tracer: Tracer, number: int) -> None:
+    def __init__(self, what: str, tracer: Tracer) -> None:
         super().__init__(what)
         self._tracer = tracer
-        self._number = number
 
     def wait(self, timeout: float | None = None) -> T:
         self._tracer.begin(f"wait {self._what}", "wait")
         try:
             return super().wait(timeout)
         finally:
-            if self._number and self._over:  # the arrow ends at the first wait that returns
-                self._tracer.flow("f", self._number)
-                self._number = 0
             self._tracer.end()
 
 

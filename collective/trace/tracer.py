@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import errno
 import fcntl
-import functools
 import itertools
 import json
 import os
@@ -21,7 +20,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,7 +28,6 @@ __all__ = [
     "FIRST_LANE",
     "Tracer",
     "current",
-    "interval",
     "now",
     "open_file",
     "span",
@@ -90,8 +88,6 @@ class Tracer:
         self._tids: dict[str, int] = {}
         self._idle_tracks: list[int] = []
         self._tracks = itertools.count(FIRST_LANE)
-        # Perfetto accepts only integers as numbers of arrows.
-        self._numbers = itertools.count((rank << 32) + 1)
         self._stop = threading.Event()
         self._zero = 0.0
         self._position = 0
@@ -133,20 +129,6 @@ class Tracer:
     def instant(self, name: str, category: str, args: str = "") -> None:
         """Mark a moment on the calling thread's track."""
         self._event("i", f'"s":"t","name":{_quote(name)},"cat":"{category}","args":{{{args}}}')
-
-    def flow(self, phase: str, number: int) -> None:
-        """Draw an arrow from (``"s"``), through (``"t"``) or to (``"f"``) the open slice."""
-        bound = ',"bp":"e"' if phase != "s" else ""
-        self._event(phase, f'"name":"async call","cat":"async","id":{number}{bound}')
-
-    def number(self) -> int:
-        """Return a number that no rank has used for another arrow or interval."""
-        return next(self._numbers)
-
-    def between(self, phase: str, name: str, number: int) -> None:
-        """Begin (``"b"``) or end (``"e"``) an interval that belongs to no thread."""
-        identity = f'"id2":{{"local":"{number:#x}"}},"args":{{}}'
-        self._event(phase, f'"name":{_quote(name)},"cat":"interval",{identity}')
 
     def _event(self, phase: str, rest: str) -> None:
         moment = (now() - self._zero) * 1e6
@@ -325,19 +307,6 @@ def span(name: str, **args: Any) -> AbstractContextManager[None]:
         return _NOTHING
     tracer = current()
     return _NOTHING if tracer is None else _slice(tracer, name, args)
-
-
-def interval(name: str) -> Callable[[], None] | None:
-    """Begin an interval in the trace; return the function that ends it, in any thread.
-
-    Without a trace the result is None.
-    """
-    tracer = current() if _open else None
-    if tracer is None:
-        return None
-    number = tracer.number()
-    tracer.between("b", name, number)
-    return functools.partial(tracer.between, "e", name, number)
 
 
 def step(by: str = "program") -> None:

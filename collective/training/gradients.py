@@ -150,7 +150,6 @@ class Gradients(NotCopied):
         # How often each gradient is ready in a pass; None if `counts` is false.
         self._uses: list[int] | None = [0] * len(self.parameters) if counts else None
         self._begin_over()
-        self._arriving: Callable[[], None] | None = None
 
     def _begin_over(self) -> None:
         """Lay out the buckets over the communicator, as before the first pass."""
@@ -188,7 +187,6 @@ class Gradients(NotCopied):
         Raises:
             MismatchError: the ranks' parameters differ.
         """
-        self._trace_arrived()
         for work in self._works:
             with contextlib.suppress(CollectiveError):  # the old communicator is broken
                 work.wait()
@@ -362,7 +360,6 @@ class Gradients(NotCopied):
         self._conclude()
 
     def _conclude(self, partial: bool = False) -> None:
-        self._trace_arrived()
         try:
             with trace.span("finish gradients"):
                 self._launch(all_of_them=True)
@@ -377,22 +374,14 @@ class Gradients(NotCopied):
             self._reorder_buckets()
         trace.step("gradients")
 
-    def _trace_arrived(self) -> None:
-        if self._arriving is not None:
-            self._arriving()
-            self._arriving = None
-
     def drop(self) -> None:
         """Abandon a pass that has begun: wait for reductions in flight and start no others."""
-        self._trace_arrived()
         works, self._works, self.begun = self._works, [], False
         for work in works:
             work.wait()
 
     def _begin(self) -> None:
         self.begun = True
-        # The trace shows the backward pass from its first gradient to its last.
-        self._arriving = trace.interval("backward")
         self._arrived = []
         self._next = 0
         self._works = []

@@ -42,7 +42,14 @@ class HouseStyle(griffe.Extension):
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         """Document an attribute: a module-level call by its method, others by ``#:`` comments."""
         call = re.fullmatch(r"_of_current\(\w+\.(\w+)\)", str(attr.value))
-        if call:
+        shared = re.fullmatch(r"_calls\.(\w+)", str(attr.value))
+        if shared:
+            method = f"Differentiable.{shared[1]}"
+            text = _reference(f"collective.training.differentiable.{method}", method)
+            attr.docstring = griffe.Docstring(f"The call {text}.", parent=attr)
+            attr.value = None
+            attr.labels.clear()
+        elif call:
             method = f"Communicator.{call[1]}"
             text = f"{_reference(f'collective.{method}', method)} of the current communicator."
             attr.docstring = griffe.Docstring(text, parent=attr)

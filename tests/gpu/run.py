@@ -150,7 +150,7 @@ def run(
 def overhead(environ: dict[str, str], folder: Path, real: bool) -> str:
     """Return the table of a call's cost on the host, or the reason why it is missing."""
     words = [sys.executable, "benchmarks/nccl.py", *["--real"] * real, *["--quick"] * (not real)]
-    words += ["--markdown", "--layers", "--json", str(folder / "gpu-overhead.json")]
+    words += ["--layers", "--json", str(folder / "gpu-overhead.json")]
     try:
         done = subprocess.run(
             words, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=600
@@ -159,7 +159,7 @@ def overhead(environ: dict[str, str], folder: Path, real: bool) -> str:
         return "Not measured: it hung.\n"
     if done.returncode:
         return f"Not measured:\n\n```text\n{done.stderr.strip()}\n```\n"
-    return done.stdout
+    return f"```text\n{done.stdout.strip()}\n```\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -161,16 +161,3 @@ def test_parity_has_a_column_of_jax() -> None:
     assert "numpy" in done.stdout
     assert "jax" in done.stdout
     assert " 0 failed" in done.stdout
-
-
-@needs_optax
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("torch", "mlxtend")),
-    reason="needs PyTorch and mlxtend",
-)
-def test_parity_trains_the_same_weights_as_pytorch() -> None:
-    done = _parity("--framework", "torch,jax", "--no-matrix", "--train", "--steps", 3)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line for line in done.stdout.splitlines() if "jax and torch" in line]
-    assert len(rows) == 4
-    assert all("passed" in row for row in rows)

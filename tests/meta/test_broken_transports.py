@@ -165,22 +165,6 @@ def test_abort_without_wakeup_is_reported_in_one_line(kind: type[Backend]) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_expected_failures_pass_and_stale_expectations_fail() -> None:
-    reasons = {"check_broadcast": "the wrong root", "check_gather[root=1]": "not broken any more"}
-    results = run_checks(
-        broken.WrongRoot,
-        (3,),
-        checks=["check_broadcast", "check_gather"],
-        expected_failures=reasons,
-    )
-    broadcast, gather = results
-    assert broadcast.outcome == "expected"
-    assert "the wrong root" in broadcast.text
-    assert gather.outcome == "failed"
-    assert "check_gather[root=1]: passes, and is declared to fail" in gather.text
-    assert "root=0" not in gather.text
-
-
 def test_run_checks_continues_after_failed_check() -> None:
     names = ["check_all_reduce", "check_reduce_large", "check_scan"]
     results = run_checks(broken.Raising, (2,), checks=names)

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,8 +67,6 @@ def _torch(comm: Any, model: str) -> Any:
     from torch import nn
 
     from collective.adapters.torch import DistributedDataParallel
-    from collective.tools.models import networks
-    from collective.tools.models.torch import Network
 
     class Transformer(nn.Module):
         def __init__(self) -> None:
@@ -78,10 +77,16 @@ def _torch(comm: Any, model: str) -> Any:
         def forward(self, x: Any) -> Any:
             return self.last(self.layer(x).mean(dim=1))
 
+    def lenet() -> nn.Module:
+        return nn.Sequential(
+            *(nn.Conv2d(1, 6, 5, padding=2), nn.Tanh(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(6, 16, 5), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten()),
+            *(nn.Linear(400, 120), nn.Tanh(), nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, 10)),
+        )
+
     torch.set_num_threads(1)
     torch.manual_seed(3)
-    weights = networks.weights(networks.LENET, 3, "float32")
-    net: Any = Network(networks.LENET, weights) if model == "lenet" else Transformer()
+    net: Any = lenet() if model == "lenet" else Transformer()
     wrapped = DistributedDataParallel(net, comm, shards=SHARDS)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     state: Any = elastic.State(comm, model=wrapped, optimizer=optimizer, step=0)
@@ -106,9 +111,6 @@ def _chainer(comm: Any, model: str) -> Any:
     import chainer.functions as F  # isort: skip
     import chainer.links as L  # isort: skip
 
-    from collective.tools.models import networks
-    from collective.tools.models.chainer import Network
-
     class Transformer(chainer.Chain):
         def __init__(self) -> None:
             super().__init__()
@@ -125,9 +127,16 @@ def _chainer(comm: Any, model: str) -> Any:
             h = self.norm(F.reshape(h, (-1, 16)))
             return self.last(F.mean(F.reshape(h, x.shape), axis=1))
 
+    def lenet() -> Any:
+        halved = partial(F.max_pooling_2d, ksize=2)
+        return chainer.Sequential(
+            *(L.Convolution2D(1, 6, 5, pad=2), F.tanh, halved),
+            *(L.Convolution2D(6, 16, 5), F.tanh, halved),
+            *(L.Linear(400, 120), F.tanh, L.Linear(120, 84), F.tanh, L.Linear(84, 10)),
+        )
+
     np.random.seed(3)
-    weights = networks.weights(networks.LENET, 3, "float32")
-    net: Any = Network(networks.LENET, weights) if model == "lenet" else Transformer()
+    net: Any = lenet() if model == "lenet" else Transformer()
     optimizer = create_multi_node_optimizer(
         chainer.optimizers.MomentumSGD(0.05), comm, shards=SHARDS
     ).setup(net)

@@ -65,10 +65,6 @@ def test_elastic_measures_going_on_after_a_loss(tmp_path: Path) -> None:
     assert [len(seconds) for seconds in results["elastic"].values()] == [3] * 3
 
 
-def test_peers_names_missing_mpi_libraries(tmp_path: Path) -> None:
-    assert "not installed" in run("peers.py", "--mpi-envs", tmp_path)
-
-
 def of_targets(tmp_path: Path, *options: str, **found: Any) -> str:
     """Return the output of ``targets.py`` for an earlier run with the results ``found``."""
     machine = {"date": "today", "cpu": "one", "cores": 2, "others": 0.0}

@@ -17,7 +17,7 @@ import torch
 
 import collective.adapters.chainer  # noqa: F401  # The adapter makes `import chainer` work.
 from collective.errors import InvalidArgumentError, ShapeError
-from collective.tools.models import networks
+from collective.tools.parity import models
 from collective.tools.parity.cases import OPERATIONS
 from collective.tools.parity.runner import Comparison
 from collective.tools.parity.training import compare
@@ -145,10 +145,10 @@ def test_compare_without_model_pair_raises_invalid_argument() -> None:
 
 def test_weights_pass_between_frameworks() -> None:
     module, link, _ = make_alike()
-    networks.put(networks.chainer_parameters(link), networks.torch_parameters(module))
+    models.put(models.chainer_parameters(link), models.torch_parameters(module))
     assert np.array_equal(link.fc1.W.array, module.fc1.weight.detach().numpy())
     assert np.array_equal(link.fc2.b.array, module.fc2.bias.detach().numpy())
     with pytest.raises(ShapeError, match=r"fc2\.bias"):
-        networks.put({"fc1.weight": np.ones(3), "fc2.bias": np.ones(2)}, {"fc1.weight": np.ones(3)})
+        models.put({"fc1.weight": np.ones(3), "fc2.bias": np.ones(2)}, {"fc1.weight": np.ones(3)})
     with pytest.raises(ShapeError, match="shape"):
-        networks.put({"fc1.weight": np.ones(3)}, {"fc1.weight": np.ones(4)})
+        models.put({"fc1.weight": np.ones(3)}, {"fc1.weight": np.ones(4)})

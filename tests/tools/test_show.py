@@ -140,7 +140,7 @@ def parity() -> None:
     data = {
         "transports": [{"name": "hierarchical", "available": True}],
         "frameworks": [{"name": name, "available": True} for name in frameworks],
-        "ranks": [2, 3, 4], "results": results, "random": [], "training": [agreement],
+        "ranks": [2, 3, 4], "results": results, "training": [agreement],
         "failures": [], "unsupported": [], "exit_code": 0, "seed": 0,
         "collective": "1.0", "versions": {"numpy": "2.4"}, "machine": Observer().machine(),
     }  # fmt: skip

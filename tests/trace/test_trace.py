@@ -126,35 +126,12 @@ def test_trace_files_follow_format(traced):
             elif event["ph"] == "E":
                 open_[event["tid"]] -= 1
                 assert open_[event["tid"]] >= 0
-            elif event["ph"] in "stf":  # an arrow belongs to the open slice
-                assert open_[event["tid"]] > 0
         assert set(open_.values()) == {0}
         assert {e["tid"] for e in events if e.get("name") == "thread_name"} >= set(last)
 
 
-def test_trace_arrows_link_call_background_and_wait(traced):
-    for content in contents(traced):
-        events = content["traceEvents"]
-        arrows = {}
-        for event in events:
-            if event["ph"] in "stf":
-                arrows.setdefault(event["id"], []).append((event["ph"], event["ts"], event["tid"]))
-        assert arrows
-        assert all(type(number) is int for number in arrows)
-        for parts in arrows.values():
-            by_phase = {phase: (ts, tid) for phase, ts, tid in parts}
-            assert set(by_phase) == {"s", "t", "f"}
-            assert len(parts) == 3
-            assert by_phase["s"][0] <= by_phase["t"][0] <= by_phase["f"][0]
-            assert by_phase["s"][1] < trace.FIRST_LANE <= by_phase["t"][1]
-
-
-def test_trace_ids_differ_between_ranks(traced):
-    """Check for distinct ids: Perfetto mixes processes' ids, and reserves track 0."""
-    numbers = [
-        {e["id"] for e in content["traceEvents"] if e["ph"] == "s"} for content in contents(traced)
-    ]
-    assert not numbers[0] & numbers[1]
+def test_trace_tracks_have_other_numbers_than_ranks(traced):
+    """Perfetto shows a track with the number of its process as the main thread, and track 0."""
     tracks = {e["tid"] for content in contents(traced) for e in content["traceEvents"]}
     assert min(tracks) > 16384
 
@@ -232,14 +209,12 @@ def test_trace_shows_buckets_and_steps_of_gradients(tmp_path):
             gradients.finish()
 
     assert traced_ranks(tmp_path, 2, train) == [None, None]
-    for rank, content in zip(read(tmp_path), contents(tmp_path)):
+    for rank in read(tmp_path):
         buckets = [s.args["index"] for s in rank.slices if s.name == "bucket"]
         assert buckets == sorted(set(buckets)) * 3
         assert len(set(buckets)) > 1
         assert len(rank.steps["gradients"]) == 3
         assert [s.name for s in rank.slices].count("finish gradients") == 3
-        halves = [e["ph"] for e in content["traceEvents"] if e.get("name") == "backward"]
-        assert halves == ["b", "e"] * 3
 
 
 # -- errors -------------------------------------------------------------------------------------
@@ -420,7 +395,6 @@ with collective.init() as comm:
     assert type(comm) is Communicator
     assert "collective.trace.traced" not in sys.modules
     assert trace.span("a") is trace.span("b", index=1)
-    assert trace.interval("c") is None
     trace.step()
     assert collective.config().trace == ""
 """

@@ -107,7 +107,7 @@ class Variables(Arrays):
         return used
 
     def record(self, node: differentiable.CollectiveStep, array: Any) -> Any:
-        return Tape.record(node, array)
+        return Tape().record(node, array)
 
     def join_bare(self, arrays: Sequence[Any], dimension: int) -> Any:
         return module_of(arrays[0]).concatenate(arrays, dimension)

@@ -115,7 +115,7 @@ class Tensors(Arrays):
         return used
 
     def record(self, node: differentiable.CollectiveStep, array: Tensor) -> Tensor:
-        return Tape.record(node, array)
+        return Tape().record(node, array)
 
 
 class _Used(torch.autograd.Function):  # type: ignore[misc, unused-ignore]

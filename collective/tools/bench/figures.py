@@ -34,7 +34,7 @@ def of_peer(contestant: str) -> str:
     return library if library in PEERS else ""
 
 
-def show(records: Sequence[Record], gaps: Sequence[Gap], markdown: bool = False) -> None:
+def show(records: Sequence[Record], gaps: Sequence[Gap]) -> None:
     """Print a table for each operation, dtype, number of ranks and method."""
     every: list[Record | Gap] = [*records, *gaps]
     kinds = [(entry.operation, entry.dtype, entry.ranks) for entry in every]
@@ -43,15 +43,11 @@ def show(records: Sequence[Record], gaps: Sequence[Gap], markdown: bool = False)
         missing = [g for g in gaps if (g.operation, g.dtype, g.ranks) == kind]
         measured = [m for m in METHODS if any(r.method == m for r in mine)]
         for method in measured or METHODS[:1]:
-            _show([r for r in mine if r.method == method], missing, kind, method, markdown)
+            _show([r for r in mine if r.method == method], missing, kind, method)
 
 
 def _show(
-    records: Sequence[Record],
-    gaps: Sequence[Gap],
-    kind: tuple[str, str, int],
-    method: str,
-    markdown: bool,
+    records: Sequence[Record], gaps: Sequence[Gap], kind: tuple[str, str, int], method: str
 ) -> None:
     peers = [p for p in PEERS if any(of_peer(r.contestant) == p for r in records)]
     if method == "latency" and "memcpy" in peers:
@@ -73,7 +69,7 @@ def _show(
         header.append("why not")
     operation, dtype, ranks = kind
     what = operation if operation == "barrier" else f"{operation}, {dtype}"
-    print_table(f"{what}, {ranks} ranks: {method}", header, rows, markdown)
+    print_table(f"{what}, {ranks} ranks: {method}", header, rows)
 
 
 def _absent(header: Sequence[str], side: str, reason: str) -> list[str]:

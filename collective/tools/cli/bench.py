@@ -92,7 +92,7 @@ def execute(options: argparse.Namespace) -> int:
         results = measure(_plan(options), progress)
     progress.clear()
     well = written("--json", options.json, lambda path: write(path, asdict(results)))
-    show(results.records, results.gaps, options.markdown)
+    show(results.records, results.gaps)
     well &= _say(results, options)
     if results.interrupted:
         return 130
@@ -165,10 +165,9 @@ def _say(results: Results, options: argparse.Namespace) -> bool:
     from collective.tools.bench.machine import headline
 
     where = headline(results.machine)
-    bullet = "- " if options.markdown else ""
-    print(bullet + where)
+    print(where)
     for name, version in results.versions.items():
-        print(f"{bullet}{name}: {version}")
+        print(f"{name}: {version}")
     well = not results.records or written(
         "--plot", options.plot, lambda path: plot(path, results.records, where)
     )

@@ -63,34 +63,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--seed", type=int, default=0, help="seed of all random numbers (default: 0)"
     )
     parser.add_argument(
-        "--random",
-        type=int,
-        default=0,
-        metavar="N",
-        help="then try N random cases on each transport",
-    )
-    parser.add_argument(
         "--timeout", type=float, default=20.0, metavar="S", help="deadline of a call (default: 20)"
     )
     parser.add_argument(
-        "--train", action="store_true", help="then compare training in PyTorch, Chainer and JAX"
-    )
-    parser.add_argument(
-        "--model", metavar="MODULE:FUNCTION", help="train this pair of models (docs/parity.md)"
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="instead of calls, compare the training of this model in PyTorch and in Chainer "
+        "(docs/parity.md)",
     )
     parser.add_argument(
         "--shards",
         type=count,
         metavar="N",
-        help="with --train or --model: also train on N virtual shards, whose weights must have the "
-        "same bits on any number of ranks",
+        help="with --model: also train on N virtual shards, whose weights must have the same bits "
+        "on any number of ranks",
     )
     parser.add_argument("--steps", type=int, default=8, help="steps of training (default: 8)")
-    parser.add_argument(
-        "--no-matrix",
-        action="store_true",
-        help="do only what --random, --train or --model ask for",
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE")
     parser.set_defaults(execute=execute)
 
@@ -123,28 +111,17 @@ def _run(options: argparse.Namespace) -> Report:
     progress = Progress("collective parity")
     try:
         plan, missing = _plan(options, progress)
-        # Refuse what is impossible now, before hours of work.
-        if options.random:
-            from collective.tools.parity.random_cases import explore
-        if options.train or options.model:
-            from collective.tools.parity.training import compare, require
-
-            require(plan, options.model)
-        elif options.shards:
-            raise InvalidArgumentError("--shards: expected --train or --model, too.")
         report = Report(plan, missing)
-        if not options.no_matrix:
-            plan = report.plan = _run_matrix(plan, report, progress)
-        if options.random:
-            for transport in plan.transports:
-                if not transport.reason and transport.on_host:
-                    progress.begin(f"{transport.name}: random cases", options.random)
-                    report.random.append(explore(plan, transport, options.random, progress.step))
-        if options.train or options.model:
-            progress.begin("training", 0)
+        if options.model:
+            from collective.tools.parity.training import compare
+
             report.training += compare(
                 plan, options.steps, options.model, options.shards, progress.show
             )
+        elif options.shards:
+            raise InvalidArgumentError("--shards: expected --model, too.")
+        else:
+            report.plan = _run_matrix(plan, report, progress)
         return report
     finally:
         progress.clear()

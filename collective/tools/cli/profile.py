@@ -1,4 +1,4 @@
-"""``collective profile``: the cost of a program's calls, and whether more ranks would pay."""
+"""``collective profile``, the cost of a program's calls, and ``trace``, its traces as one file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ report.
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
+    """Register the two subcommands."""
     parser = subparsers.add_parser(
         "profile",
         help="run a program and report what its calls cost, and whether more ranks pay",
@@ -48,6 +48,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     add_program(parser)
     parser.set_defaults(execute=execute)
+    parser = subparsers.add_parser(
+        "trace",
+        help="join the ranks' traces into one file",
+        description="Join the traces that the ranks of a program wrote with COLLECTIVE_TRACE=DIR "
+        "into one file, for https://ui.perfetto.dev or chrome://tracing.",
+    )
+    add = parser.add_argument
+    add("directory", type=Path, metavar="DIR", help="directory of the ranks' traces")
+    add("-o", type=Path, dest="output", metavar="FILE", help="(default: DIR/all.json)")
+    parser.set_defaults(execute=_join)
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -120,3 +130,12 @@ def _report(options: argparse.Namespace, directory: Path, code: int) -> int:
     if options.json is not None:
         well = written("--json", options.json, lambda path: write(path, as_json(found)))
     return code or 2 * (not well)
+
+
+def _join(options: argparse.Namespace) -> int:
+    """Write the traces of all ranks as one file; return the exit code."""
+    from collective.tools.profile.events import merge
+
+    output, ranks, events = merge(options.directory, options.output)
+    print(f"{output}: {events:,} events of {ranks} rank(s). Open it with https://ui.perfetto.dev.")
+    return 0

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from collective import DtypeError, ReduceOp
 from collective.algorithms.arithmetic import check as check_op
-from collective.inner import BY_NAME, nested
+from collective.inner import BY_NAME
 from collective.ops import NAMES
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "ROOTED",
     "SHAPES",
     "Case",
-    "CaseLeaf",
     "matrix",
     "reduces",
 ]
@@ -39,79 +37,49 @@ DTYPES = tuple(BY_NAME)
 
 
 @dataclass(frozen=True)
-class CaseLeaf:
-    """Array of a case.
-
-    Attributes:
-        shape: shape of each rank's array, but see :attr:`Case.rows`.
-        dtype: name of the dtype.
-        steps: distance of neighbouring elements along each axis of the larger array that this
-            array is a view of; negative steps go backwards. Empty for a contiguous array.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    steps: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class Case:
-    """Call, made in turns that differ in the root and in the numbers.
+    """Call, made twice, with other numbers and another root: for a new array, then with ``out=``.
 
     Attributes:
         operation: one of :data:`OPERATIONS`.
-        data: a :class:`CaseLeaf`, or a nested list, tuple or dict of them.
+        shape: shape of each rank's array.
+        dtype: name of the dtype.
+        steps: distance of neighbouring elements along each axis of the larger array that each array
+            is a view of. Empty for contiguous arrays.
         op: one of :data:`OPS`, if the call reduces.
         order: ``"rank"`` or None.
-        root: root of the first turn, modulo the number of ranks; each turn has the next root.
-        axis: axis along which arrays are cut or joined.
-        counts: lengths of the ranks' pieces along ``axis``, if the call cuts; they must add up to
-            its length. None cuts as ``numpy.array_split`` does.
-        rows: each rank's own length along ``axis``, if the call joins; None for that in the shape.
         frameworks: names of frameworks; rank r uses entry ``r % len(frameworks)``.
-        outs: output of each turn: ``"new"``, ``"given"`` (``out=``) or ``"in place"``.
-        omitted: whether ranks pass None if only the root's array matters.
         seed: seed of the numbers.
         shape_class: shape class in the matrix.
     """
 
     operation: str
-    data: Any
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    steps: tuple[int, ...] = ()
     op: str = "sum"
     order: str | None = None
-    root: int = 0
-    axis: int = 0
-    counts: tuple[int, ...] | None = None
-    rows: tuple[int, ...] | None = None
     frameworks: tuple[str, ...] = ("numpy",)
-    outs: tuple[str, ...] = ("new", "given")
-    omitted: bool = False
     seed: int = 0
     shape_class: str = ""
-
-    @property
-    def dtype(self) -> str:
-        """Name of the array's dtype, or of the dtypes of the structure."""
-        return " ".join(dict.fromkeys(leaf.dtype for leaf in nested.flatten(self.data)))
 
     @property
     def framework(self) -> str:
         """Name of the framework, or ``"mixed"``."""
         return self.frameworks[0] if len(set(self.frameworks)) == 1 else "mixed"
 
+    def root(self, turn: int, size: int) -> int:
+        """Return the root of a turn."""
+        return (1 + turn) % size
+
     def title(self) -> str:
         """Return the case as text, such as ``all_reduce(sum) of numpy float32[3, 5]``."""
         options = [] if self.operation not in REDUCTIONS else [self.op]
         options += [f"order={self.order!r}"] if self.order else []
-        options += [f"root={self.root}"] if self.operation in ROOTED else []
-        options += [f"axis={self.axis}"] if self.axis else []
-        options += [f"counts={list(self.counts)}"] if self.counts is not None else []
         chosen = f"({', '.join(options)})" if options else ""
-        arrays = ", ".join(
-            f"{leaf.dtype}{list(leaf.shape)}" + (f" of steps {list(leaf.steps)}" * any(leaf.steps))
-            for leaf in nested.flatten(self.data)
-        )
-        return f"{self.operation}{chosen} of {'+'.join(self.frameworks)} {arrays}"
+        array = f"{self.dtype}{list(self.shape)}"
+        array += f" of steps {list(self.steps)}" * any(self.steps)
+        return f"{self.operation}{chosen} of {'+'.join(self.frameworks)} {array}"
 
 
 def reduces(op: str, dtype: str) -> bool:
@@ -152,9 +120,9 @@ def matrix(
     moves = [name for name in operations if name in MOVES]
     for dtype in dtypes:
         for name in shapes:
-            data = CaseLeaf(SHAPES[name][0], dtype, SHAPES[name][1])
+            shape, steps = SHAPES[name]
             model = Case(
-                "", data, seed=seed, root=1, frameworks=tuple(frameworks), shape_class=name
+                "", shape, dtype, steps, seed=seed, frameworks=tuple(frameworks), shape_class=name
             )
             for op in (op for op in ops if reduces(op, dtype)):
                 if name == "large" and op not in _LARGE:

@@ -10,11 +10,11 @@ import numpy as np
 
 import collective
 from collective import Communicator, UnsupportedError
-from collective.inner import BY_NAME, ArrayFramework, framework, nested
+from collective.inner import BY_NAME, ArrayFramework, framework
 from collective.testing.samples import spread, told
 
 from . import oracle
-from .cases import REDUCTIONS, ROOTED, Case, CaseLeaf
+from .cases import REDUCTIONS, ROOTED, Case
 
 __all__ = ["Difference", "Verdict", "call", "prepare", "run_case"]
 
@@ -74,7 +74,7 @@ def run_case(comm: Communicator, case: Case) -> Verdict:
 def _turns(comm: Communicator, case: Case) -> Verdict:
     errors = []
     wrong: Difference | None = None
-    for turn in range(len(case.outs)):
+    for turn in range(2):
         try:
             errors.append(_turn(comm, case, turn))
         except Difference as difference:
@@ -88,65 +88,35 @@ def _turns(comm: Communicator, case: Case) -> Verdict:
 def _turn(comm: Communicator, case: Case, turn: int) -> tuple[float, float]:
     """Make one call; return its largest error, and the bound of that error."""
     kind = framework(case.frameworks[comm.rank % len(case.frameworks)])
-    stored = oracle.inputs(case, comm.rank, comm.size, turn)
-    wanted = oracle.references(case, comm.rank, comm.size, turn)
-    leaves: list[CaseLeaf] = nested.flatten(case.data)
-    given = [
-        lay_out(kind, array, leaf.dtype, leaf.steps)
-        for array, leaf in zip(nested.flatten(stored), leaves)
-    ]
-    x = nested.rebuild(case.data, iter(given))
+    stored = oracle.input_of(case, comm.rank, turn)
+    wanted = oracle.reference(case, comm.rank, comm.size, turn)
+    x = lay_out(kind, stored, case.dtype, case.steps)
     out = None
-    style = case.outs[turn]
     # A call cannot write to arrays that never change, so these ranks pass outputs of NumPy's.
     target = framework("numpy") if kind.immutable else kind
-    in_place = (
-        style == "in place" and target is kind and _takes_in_place(case, comm.rank, comm.size, turn)
-    )
-    if in_place:
-        out = x
-    elif style != "new" and wanted is not None:
-        outs = [
-            lay_out(
-                target, _blank(reference.shape, leaf.dtype), leaf.dtype, _steps_of(leaf, reference)
-            )
-            for reference, leaf in zip(wanted, leaves)
-        ]
-        out = nested.rebuild(case.data, iter(outs))
-    found = call(comm, case, x, out, turn, kind.like)
-    what = f"rank {comm.rank}, {case.title()}, out {style}, turn {turn}"
+    if turn and wanted is not None:
+        steps = case.steps if len(case.steps) == len(wanted.shape) else ()
+        out = lay_out(target, _blank(wanted.shape, case.dtype), case.dtype, steps)
+    found = call(comm, case, x, out, turn)
+    what = f"rank {comm.rank}, {case.title()}, turn {turn}"
     if wanted is None:
         if found is not None:
             raise Difference(f"{what}: got {type(found).__name__}; only the root gets a result")
-    elif out is not None and found is not out and nested.is_tree(out) is False:
+    elif out is not None and found is not out:
         raise Difference(f"{what}: the result is not out")
-    if not in_place:
-        for array, before, leaf in zip(given, nested.flatten(stored), leaves):
-            if _differ(kind.read(array), before).any():
-                raise Difference(f"{what}: the input of dtype {leaf.dtype} was changed")
+    if _differ(kind.read(x), stored).any():
+        raise Difference(f"{what}: the input of dtype {case.dtype} was changed")
     if wanted is None:
         return 0.0, 0.0
-    return _judge(kind if out is None else target, nested.flatten(found), wanted, leaves, what)
-
-
-def _takes_in_place(case: Case, rank: int, size: int, turn: int) -> bool:
-    at_root = rank == (case.root + turn) % size
-    return case.operation in ("all_reduce", "scan", "broadcast") or (
-        case.operation == "reduce" and at_root
-    )
+    return _judge(kind if out is None else target, found, wanted, case.dtype, what)
 
 
 def lay_out(kind: ArrayFramework, array: Array, dtype: str, steps: tuple[int, ...]) -> Any:
     """Return an array of a framework with the contents of ``array`` and steps between elements."""
     if not steps:
         return kind.make(np.ascontiguousarray(array).reshape(array.shape), dtype, ())
-    steps = tuple(step if kind.backwards else abs(step) for step in steps)
     whole, part = spread(array, steps, _GUARD)
     return kind.make(whole, dtype, part)
-
-
-def _steps_of(leaf: CaseLeaf, reference: oracle.Reference) -> tuple[int, ...]:
-    return leaf.steps if len(leaf.steps) == len(reference.shape) else ()
 
 
 def _blank(shape: tuple[int, ...], dtype: str) -> Array:
@@ -168,22 +138,15 @@ def operator(op: str, rank: int) -> Any:
     return collective.user_op(keep_right) if op == "user" else op
 
 
-def call(comm: Communicator, case: Case, x: Any, out: Any, turn: int, like: str) -> Any:
+def call(comm: Communicator, case: Case, x: Any, out: Any, turn: int) -> Any:
     """Make the call of a case, and return its result."""
     options: dict[str, Any] = {} if out is None else {"out": out}
-    root = (case.root + turn) % comm.size
     if case.operation in ROOTED:
-        options["root"] = root
+        options["root"] = case.root(turn, comm.size)
     if case.operation in REDUCTIONS:
         options["op"] = operator(case.op, comm.rank)
         if case.order is not None:
             options["order"] = case.order
-    if case.operation in ("reduce_scatter", "all_to_all", "scatter") and case.counts is not None:
-        options["counts"] = case.counts
-    if case.operation in _ALONG_AN_AXIS:
-        options["axis"] = case.axis
-    if case.operation in ("broadcast", "scatter") and comm.rank != root and case.omitted:
-        x, options["like"] = None, like
     if case.operation not in ("sendrecv", "send_recv"):
         return getattr(comm, case.operation)(x, **options)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -192,37 +155,24 @@ def call(comm: Communicator, case: Case, x: Any, out: Any, turn: int, like: str)
         return comm.sendrecv(x, right, left, tag=3, **options)
     # Send to the next rank in the background, and receive from the one before.
     work = comm.send(x, right, async_op=True)
-    found = comm.recv(out, left, like=nested.flatten(x)[0])
+    found = comm.recv(out, left, like=x)
     work.wait()
     return found
-
-
-_ALONG_AN_AXIS = ("scatter", "gather", "all_gather", "all_to_all", "reduce_scatter")
 
 
 # -- the comparison -------------------------------------------------------------------------------
 
 
 def _judge(
-    kind: ArrayFramework,
-    found: Sequence[Any],
-    wanted: Sequence[oracle.Reference],
-    leaves: Sequence[CaseLeaf],
-    what: str,
+    kind: ArrayFramework, x: Any, wanted: oracle.Reference, dtype: str, what: str
 ) -> tuple[float, float]:
-    if len(found) != len(wanted):
-        raise Difference(f"{what}: {len(found)} arrays; expected {len(wanted)}")
-    worst = 0.0, 0.0
-    for x, reference, leaf in zip(found, wanted, leaves):
-        if not kind.owns(x):
-            raise Difference(f"{what}: got {type(x).__name__}; expected an array of {kind.name}")
-        if kind.dtype_of(x) != leaf.dtype:
-            raise Difference(f"{what}: dtype {kind.dtype_of(x)}; expected {leaf.dtype}")
-        if tuple(x.shape) != reference.shape:
-            raise Difference(f"{what}: shape {tuple(x.shape)}; expected {reference.shape}")
-        error = _errors(kind.read(x), reference, leaf.dtype, what)
-        worst = max(worst, (error, reference.bound))
-    return worst
+    if not kind.owns(x):
+        raise Difference(f"{what}: got {type(x).__name__}; expected an array of {kind.name}")
+    if kind.dtype_of(x) != dtype:
+        raise Difference(f"{what}: dtype {kind.dtype_of(x)}; expected {dtype}")
+    if tuple(x.shape) != wanted.shape:
+        raise Difference(f"{what}: shape {tuple(x.shape)}; expected {wanted.shape}")
+    return _errors(kind.read(x), wanted, dtype, what), wanted.bound
 
 
 def _errors(found: Array, reference: oracle.Reference, dtype: str, what: str) -> float:

@@ -49,15 +49,15 @@ from typing import Any
 
 import numpy as np
 
-from collective.inner import BY_NAME, encoded, framework, nested
+from collective.inner import BY_NAME, encoded, framework
 from collective.testing import samples
 from collective.testing.frameworks import widened
 from collective.testing.samples import INFINITY_AND_NAN
 
-from .cases import REDUCTIONS, Case, CaseLeaf
+from .cases import REDUCTIONS, Case
 
 __all__ = [
-    "Pair", "Reference", "bound", "decoded", "factor", "inputs", "references", "special", "ulp",
+    "Pair", "Reference", "bound", "decoded", "factor", "input_of", "reference", "special", "ulp",
     "unit_roundoff", "values",
 ]  # fmt: skip
 
@@ -111,14 +111,9 @@ def factor(rank: int) -> float:
     return 0.3 * (rank + 1)
 
 
-def inputs(case: Case, rank: int, size: int, turn: int) -> Any:
-    """Return the input of ``rank``, as stored, nested like the case's data."""
-    op = _drawn_for(case)
-    arrays = [
-        values(leaf.dtype, _shape(case, leaf, rank), rank, op, (case.seed, turn, number))
-        for number, leaf in enumerate(nested.flatten(case.data))
-    ]
-    return nested.rebuild(case.data, iter(arrays))
+def input_of(case: Case, rank: int, turn: int) -> Array:
+    """Return the input of ``rank``, as stored."""
+    return values(case.dtype, case.shape, rank, _drawn_for(case), (case.seed, turn))
 
 
 def special(case: Case) -> bool:
@@ -128,22 +123,14 @@ def special(case: Case) -> bool:
     """
     if case.operation not in REDUCTIONS or case.op not in ("min", "max"):
         return False
-    floating = any(leaf.dtype in INFINITY_AND_NAN for leaf in nested.flatten(case.data))
-    return floating and not any(framework(name).on_gpu for name in case.frameworks)
+    on_gpu = any(framework(name).on_gpu for name in case.frameworks)
+    return case.dtype in INFINITY_AND_NAN and not on_gpu
 
 
 def _drawn_for(case: Case) -> str:
     """Return the operator that the numbers are drawn for; "" if any numbers will do."""
     extreme = case.op in ("min", "max")
     return case.op if case.operation in REDUCTIONS and (special(case) or not extreme) else ""
-
-
-def _shape(case: Case, leaf: CaseLeaf, rank: int) -> tuple[int, ...]:
-    if case.rows is None:
-        return leaf.shape
-    shape = list(leaf.shape)
-    shape[case.axis] = case.rows[rank % len(case.rows)]
-    return tuple(shape)
 
 
 @functools.lru_cache(_KEPT)
@@ -191,37 +178,24 @@ def decoded(stored: Array, dtype: str) -> Array:
 # -- expected results -------------------------------------------------------------------------
 
 
-def references(case: Case, rank: int, size: int, turn: int) -> list[Reference] | None:
-    """Return what ``rank`` should get, an array for each leaf; None if it gets no result."""
-    root = (case.root + turn) % size
+def reference(case: Case, rank: int, size: int, turn: int) -> Reference | None:
+    """Return what ``rank`` should get; None if it gets no result."""
+    root, seed = case.root(turn, size), (case.seed, turn)
     if case.operation in ("reduce", "gather") and rank != root:
         return None
-    return [
-        _reference(case, leaf, number, rank, size, turn, root)
-        for number, leaf in enumerate(nested.flatten(case.data))
-    ]
-
-
-def _reference(
-    case: Case, leaf: CaseLeaf, number: int, rank: int, size: int, turn: int, root: int
-) -> Reference:
-    seed = (case.seed, turn, number)
     if case.operation in REDUCTIONS:
         ranks = rank + 1 if case.operation == "scan" else size
         drawn = _drawn_for(case)
-        whole = _folded(leaf.dtype, leaf.shape, case.op, drawn, case.order, ranks, size, seed)
+        whole = _folded(case.dtype, case.shape, case.op, drawn, case.order, ranks, size, seed)
         if case.operation == "reduce_scatter":
-            whole = whole if leaf.shape else whole.part(None)
-            part = samples.piece(whole.shape, rank, size, case.axis, case.counts)
-            return whole.part(part)
+            whole = whole if case.shape else whole.part(None)
+            return whole.part(samples.piece(whole.shape, rank, size))
         return whole
 
     def of(other: int) -> Array:
-        return values(leaf.dtype, _shape(case, leaf, other), other, "", seed)
+        return input_of(case, other, turn)
 
-    array = samples.moved(
-        case.operation, of, rank, size, root=root, axis=case.axis, counts=case.counts
-    )
+    array = samples.moved(case.operation, of, rank, size, root=root)
     return Reference(array.shape, array)
 
 

@@ -39,7 +39,6 @@ class Report:
     missing: Mapping[str, str]
     failures: list[CaseResult] = field(default_factory=list)
     refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
-    random: list[dict[str, Any]] = field(default_factory=list)
     training: list[dict[str, Any]] = field(default_factory=list)
     _rows: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
@@ -69,8 +68,7 @@ class Report:
     @property
     def failed(self) -> bool:
         """Whether a case or a comparison failed."""
-        wrong = [result for result in (*self.random, *self.training) if not result["passed"]]
-        return bool(self.failures or wrong)
+        return bool(self.failures) or not all(result["passed"] for result in self.training)
 
     def as_data(self, machine: Mapping[str, Any]) -> dict[str, Any]:
         """Return all results, and the machine of the run, as data for JSON."""
@@ -101,7 +99,6 @@ class Report:
                 {"transport": transport, "count": count, "text": text}
                 for (transport, text), count in self.refusals.items()
             ],
-            "random": self.random,
             "training": self.training,
             "exit_code": int(self.failed),
         }  # fmt: skip
@@ -165,7 +162,6 @@ def show(out: Output, data: Mapping[str, Any]) -> None:
     """
     _show_matrix(out, data)
     _show_errors(out, data)
-    _show_random(out, data)
     _show_training(out, data["training"])
     _show_missing(out, data)
     for failure in data["failures"][:_SHOWN]:
@@ -226,18 +222,6 @@ def _show_errors(out: Output, data: Mapping[str, Any]) -> None:
         ranks = [f"{n} ranks" if n > 1 else "1 rank" for n in data["ranks"]]
         title = "Largest error / bound, in units in the last place"
         out.table(title, ["op, dtype", *ranks], rows)
-
-
-def _show_random(out: Output, data: Mapping[str, Any]) -> None:
-    for found in data["random"]:
-        if found["passed"]:
-            out.say(
-                f"{found['transport']}: {found['count']} random cases, seed {found['seed']}: passed"
-            )
-        else:
-            out.quote(f"FAILED {found['transport']}: {found['case']}\n{found['text']}")
-            out.say("The smallest case that fails:\n")
-            out.quote(found["snippet"])
 
 
 def _show_training(out: Output, found: Sequence[Mapping[str, Any]]) -> None:

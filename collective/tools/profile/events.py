@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from collective import ConfigError
-from collective.trace import FIRST_LANE
-from collective.trace.tracer import open_file
+from collective.inner import trace
 
 __all__ = ["RankTrace", "Slice", "merge", "read"]
 
@@ -43,7 +42,7 @@ class Slice:
     @property
     def background(self) -> bool:
         """Whether the activity ran beside the program."""
-        return self.tid >= FIRST_LANE
+        return self.tid >= trace.FIRST_LANE
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -109,7 +108,7 @@ def merge(directory: Path, output: Path | None = None) -> tuple[Path, int, int]:
         # user's.
         where: int | Path = path
         if output is None:
-            where = open_file(str(path))
+            where = trace.open_file(str(path))
             os.ftruncate(where, 0)
         with open(where, "w", encoding="utf-8") as file:
             head = json.dumps({"displayTimeUnit": "ns", "otherData": about})
@@ -160,7 +159,7 @@ def _content(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _rank_trace(about: dict[str, Any], events: Iterable[dict[str, Any]]) -> RankTrace:
-    trace = RankTrace(about)
+    of_rank = RankTrace(about)
     open_: dict[int, list[Slice]] = {}
     last = 0.0
     for event in events:
@@ -171,18 +170,18 @@ def _rank_trace(about: dict[str, Any], events: Iterable[dict[str, Any]]) -> Rank
         stack = open_.setdefault(tid, [])
         if phase == "B":
             one = Slice(event["name"], event["cat"], tid, at, at, event["args"], over=False)
-            trace.slices.append(one)
+            of_rank.slices.append(one)
             stack.append(one)
         elif phase == "E" and stack:
             one = stack.pop()
             one.end, one.over = at, True
             one.args.update(event["args"])
         elif phase == "i" and event["cat"] == "step":
-            trace.steps.setdefault(event["args"]["by"], []).append(at)
+            of_rank.steps.setdefault(event["args"]["by"], []).append(at)
         elif phase == "i" and event["cat"] == "message" and stack:
             stack[-1].args["bytes"] = event["args"]["bytes"]
     for stack in open_.values():
         for one in stack:
             one.end = last
-    trace.slices.sort(key=lambda one: one.start)
-    return trace
+    of_rank.slices.sort(key=lambda one: one.start)
+    return of_rank

@@ -10,9 +10,7 @@ import compileall
 import importlib
 import importlib.util
 import os
-import subprocess
 import sys
-import sysconfig
 import textwrap
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,7 +28,7 @@ from collective.adapters.chainer import compatibility
 from collective.adapters.chainer.compatibility import edits as compatibility_edits
 from collective.adapters.chainer.compatibility import requirements
 from collective.adapters.chainer.compatibility.edits import EDITS, Edit
-from tests.support.interpreter import ROOT, run, run_python
+from tests.support.interpreter import ROOT, run_python
 
 INSTALLED = Path(chainer.__file__).parent.parent
 ON_NUMPY_2 = int(np.__version__.split(".")[0]) >= 2
@@ -304,30 +302,3 @@ def test_nccl_query_imports_no_mpi_and_recognises_pure_nccl(
     module.PureNcclCommunicator = type("PureNcclCommunicator", (), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, module)
     assert normalization.get_communication_backend(module.PureNcclCommunicator()) == "nccl"
-
-
-# -- an environment --------------------------------------------------------------------------
-
-
-def test_pth_file_activates_edits_in_every_process_of_environment(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
-    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
-    own = sysconfig.get_path("purelib")
-    (site / "a.pth").write_text(f"{own}\n{INSTALLED}\n{ROOT}\n")
-    line = run_python("-m", "collective.adapters.chainer.compatibility.startup").stdout
-    (site / "collective_chainer.pth").write_text(line)
-    body = """
-    import sys
-    def state():
-        loaded = {name.partition(".")[0] for name in sys.modules}
-        kinds = [type(finder).__name__ for finder in sys.meta_path]
-        return sorted(loaded & {"chainer", "collective", "inspect", "numpy"}), "Later" in kinds
-    print(*state())
-    import chainermn, chainer
-    print(*state(), chainer.__version__, "collective.adapters.chainer.chainermn" in sys.modules)
-    """
-    done = run(tmp_path / "env" / "bin" / "python", "-W", "error", "-c", textwrap.dedent(body))
-    assert done.stdout.splitlines() == [
-        "[] True",
-        "['chainer', 'collective', 'inspect', 'numpy'] False 7.8.1 True",
-    ], done.stderr

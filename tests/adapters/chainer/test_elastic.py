@@ -18,7 +18,6 @@ import chainer.links as L
 
 from collective import elastic
 from collective.adapters.chainer import (
-    MultiNodeSnapshot,
     MultiNodeUpdater,
     ShardedIterator,
     SyncBatchNormalization,
@@ -152,7 +151,6 @@ def with_a_trainer(comm, folder: str) -> Any:
     rest = ShardedIterator(samples, 7, comm, repeat=False)
     evaluator = chainer.training.extensions.Evaluator(rest, link, eval_func=loss_of)
     trainer.extend(create_multi_node_evaluator(evaluator, comm), trigger=(5, "iteration"))
-    trainer.extend(MultiNodeSnapshot(comm, autoload=True, retain=1), trigger=(4, "iteration"))
     log = chainer.training.extensions.LogReport(trigger=(1, "iteration"), log_name=None)
     trainer.extend(log)
     trainer.extend(commit, trigger=(1, "iteration"), priority=-1000)
@@ -169,7 +167,6 @@ def with_a_trainer(comm, folder: str) -> Any:
     assert [entry["iteration"] for entry in log.log] == list(range(1, STEPS + 1))
     assert last["validation/main/loss"] == pytest.approx(expected, rel=1e-5)
     assert trainer.elapsed_time >= last["elapsed_time"] > log.log[0]["elapsed_time"] > 0
-    assert [path.name for path in Path(folder).iterdir()] == [f"snapshot_iter_{STEPS}"]
     return outcome(link)
 
 

@@ -6,7 +6,6 @@ Each rank runs the programs of those tests.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from tests.adapters.chainer import test_batch_normalization as test_chainer_batc
 from tests.adapters.chainer import test_functional as test_chainer_functional
 from tests.adapters.chainer import test_optimizer as test_chainer_optimizer
 from tests.adapters.chainer import test_pipeline as test_chainer_pipeline
-from tests.adapters.chainer import test_snapshot as test_chainer_snapshot
 from tests.adapters.chainer import test_trainer as test_chainer_trainer
 from tests.adapters.chainer.chainermn import test_calls as test_chainermn_calls
 from tests.adapters.chainer.chainermn import test_gradients as test_chainermn_gradients
@@ -79,12 +77,6 @@ def test_evaluator_averages_over_all_samples(pool: RankPool) -> None:
     for report in pool.run(test_chainer_trainer.evaluated, 13, 4, "sharded"):
         data = test_chainer_trainer.values(13)
         assert report["validation/main/mean"] == pytest.approx(data.mean(), rel=1e-14)
-
-
-def test_snapshot_resumes_training_exactly(pool: RankPool, tmp_path: Path) -> None:
-    out = str(tmp_path / "out")
-    expected = pool.run(test_chainer_snapshot.whole, out, "sharded")
-    assert pool.run(test_chainer_snapshot.resumed, out, "sharded") == expected
 
 
 @pytest.mark.parametrize(

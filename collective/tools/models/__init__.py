@@ -1,1 +1,0 @@
-"""The models that parity trains and benchmarks time, in each framework, with their steps."""
