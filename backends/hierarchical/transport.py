@@ -250,7 +250,11 @@ class HierarchicalBackend(Monitored):
     # -- collectives ----------------------------------------------------------------------
 
     def agree(self, request: Request, deadline: Deadline) -> None:
-        self._outer.agree(request, deadline)
+        if len(self._topology.members) > 1:
+            self._outer.agree(request, deadline)
+            return
+        with self._explaining(request, deadline):
+            self._inner.agree(request, deadline)
 
     def plan(self, request: Request) -> Plan:
         outer, members = self._outer, self._topology.members
