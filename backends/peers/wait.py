@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from collective.contract.mail import progress_all
 from collective.contract.stalls import look
-from collective.contract.waits import Caller
+from collective.contract.waits import Caller, caller
 from collective.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -83,9 +83,8 @@ class Wait(Running):
         awaited: Sequence[int] | None,
         any_of: bool,
         sequence: int | None,
-        who: Caller,
     ) -> None:
-        super().__init__(where, awaited, who)
+        super().__init__(where, awaited, caller())
         self._shown = False
         self._began = time.monotonic()
         self._deadline = deadline
@@ -137,8 +136,6 @@ class Wait(Running):
         if self._asked is None and (left := self._deadline.left()) <= self._asks_at:
             self._asked = channel.answers
             channel.ask(self.awaited, left)
-        if channel.whole is not None:
-            channel.whole.ask_in_time(self._deadline)
         if self._until_compared.expired:
             self._until_compared = Deadline(_STALL_S)
             channel.compare()

@@ -107,19 +107,14 @@ class Results:
         # whether C or Python has made a call.
         if self._ring.left > 0:
             path.run_recorded(planned, src, dst, deadline)
-            self._count(planned.request)
+            self._count()
             return
         with _telling_peers(path):
             checksums = run(path, planned, src, dst, deadline)
-        self._count(planned.request)
+        self._count()
         _gather_and_check(path, planned.request, checksums, dst, deadline)
 
-    def _count(self, request: Request) -> None:
-        # The head of a call is compared if its call is due, but it is no call.
-        if not request.precedes:
-            self.count()
-
-    def count(self) -> None:
+    def _count(self) -> None:
         """Count a call that has succeeded."""
         ring = self._ring
         ring.left = ring.left - 1 if ring.left > 0 else ring.interval - 1
@@ -238,7 +233,7 @@ def _without_payloads(buffer: Buffer) -> Array | None:
     greatest = _GREATEST.get(buffer.dtype.name)
     if greatest is None:
         return None
-    array = _on_host(buffer.array)
+    array = buffer.array
     width = array.itemsize // (2 if buffer.dtype.kind == "c" else 1)
     bits = array.view(f"u{width}")
     nan = (bits & bits.dtype.type((1 << (8 * width - 1)) - 1)) > greatest
@@ -550,19 +545,13 @@ _AT_ONCE = 4
 Sums = tuple[int, int]
 
 
-def checksum(*arrays: Any) -> int:
+def checksum(*arrays: Array) -> int:
     """Return a checksum of 64 bits of the bytes of contiguous arrays.
 
     Any single flipped bit changes the checksum, and so does any exchange of bytes, unless sums of
     64 bits happen to be equal.
     """
-    views = [_on_host(array) for array in arrays]
-    return _joined([(*sums_of(view), view.nbytes) for view in views])
-
-
-def _on_host(array: Any) -> Array:
-    """Return the array of a buffer as a NumPy array; a copy if it is on a GPU."""
-    return array if isinstance(array, np.ndarray) else np.asarray(array.to_host())
+    return _joined([(*sums_of(array), array.nbytes) for array in arrays])
 
 
 def _joined(parts: list[tuple[int, int, int]]) -> int:

@@ -135,11 +135,9 @@ class Capabilities:
         across_hosts: whether ranks may be on different hosts.
         in_process: whether the ranks are threads of one process.
         checks_calls: whether every collective call compares the ranks' requests without an extra
-            message. If False, the communicator compares requests by messages: of ``gather`` and
-            ``all_gather`` without ``counts`` and of ``all_to_all`` always, of other calls with
-            ``COLLECTIVE_CHECK=always``. Without that setting, the root of a ``broadcast`` or
-            ``scatter`` sends at once, and a call that differs breaks the communicator. If calls
-            are enqueued (:attr:`Backend.enqueues`), these two are always compared, too.
+            message. If False, the communicator compares requests by messages: of ``broadcast``,
+            ``scatter``, ``all_to_all``, and of ``gather`` and ``all_gather`` without ``counts``
+            always, of other calls with ``COLLECTIVE_CHECK=always``.
         symmetric_memory: whether :meth:`Backend.empty` returns memory that reduces
             without copies.
         any_source: whether ``recv`` takes ``ANY_SOURCE``.
@@ -542,11 +540,10 @@ class Backend(ABC):
 
     # -- GPUs ---------------------------------------------------------------------------
     # For transports whose capabilities name "cuda". The methods above then get buffers in GPU
-    # memory, too. A transport that enqueues returns when the operation is enqueued on the buffers'
-    # stream, and also has the methods below. A transport that does not enqueue waits for that
-    # stream on the host.
+    # memory, too. They return when the operation is enqueued on the buffers' stream. Such a
+    # transport also has the methods below.
 
-    #: Whether operations on GPU memory are enqueued on a stream.
+    #: Whether the transport takes buffers in GPU memory, and enqueues its operations on a stream.
     enqueues: ClassVar[bool] = False
     #: Whether an operation can be enqueued without waiting for the peers. False until the peers
     #: are connected.
