@@ -470,7 +470,7 @@ def _post(
         return run()
     ends = "-".join(str(end) for end in (dst, src) if end is not None)
     lane = path.lane_of(key, f"collective-{operation}-{ends}-{tag}")
-    if near is None:
+    if near is None or not path.enqueues:
         work = lane.submit(what, with_site(run))
     else:
         # The message runs on its own stream, beside the caller's stream and those of other
