@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from collective.contract.mail import progress_all
 from collective.contract.stalls import look
-from collective.contract.waits import Caller, caller
+from collective.contract.waits import Caller
 from collective.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -83,8 +83,9 @@ class Wait(Running):
         awaited: Sequence[int] | None,
         any_of: bool,
         sequence: int | None,
+        who: Caller,
     ) -> None:
-        super().__init__(where, awaited, caller())
+        super().__init__(where, awaited, who)
         self._shown = False
         self._began = time.monotonic()
         self._deadline = deadline
