@@ -10,7 +10,6 @@ from collective.contract.backend import ANY_SOURCE
 from collective.contract.mail import (
     ANY_TAG,
     CANCELLED,
-    EXACTLY,
     FAILED,
     Engine,
     Posted,
@@ -26,10 +25,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Mail"]
 
-# The engine's tags of these messages have this bit, then the context, then 31 bits for the tag of
-# the caller. All other messages of a communicator have smaller or negative tags.
-_MAIL_BIT, _CONTEXT_SHIFT, _CONTEXTS, _TAGS = 1 << 62, 32, 1 << 30, 1 << 31
-_ANY = ~(_TAGS - 1)
+# The engine's tags of these messages have this bit, then the context, then a bit that asks for an
+# answer, and 31 bits for the tag of the caller. All other messages of a communicator have smaller
+# or negative tags.
+_MAIL_BIT, _CONTEXT_SHIFT, _CONTEXTS, _ASKS, _TAGS = 1 << 62, 32, 1 << 30, 1 << 31, 1 << 31
+# Masks of receives, which take messages whether they ask or not.
+_ONE_TAG, _ANY = ~_ASKS, ~(_ASKS | _TAGS - 1)
 
 
 class Mail:
@@ -70,18 +71,19 @@ class Mail:
 
     # -- posting ------------------------------------------------------------------------
 
-    def send(self, data: Any, dst: int, tag: int) -> Posted:
+    def send(self, data: Any, dst: int, tag: int, asks: bool = False) -> Posted:
         """Post a send, which may go to this rank itself.
 
         Args:
             data: contiguous buffer, or None for an empty message. It must not change until the
                 send has ended.
             dst, tag: rank that receives it, and an integer from 0 to 2**31 - 1.
+            asks: if true, :meth:`asks` of the receive is true. The answer is the receiver's matter.
         """
         if not 0 <= tag < _TAGS:
             self._refuse_tag(tag)
         to = dst if self._ranks is None else self._ranks[dst]
-        posted = self._send(data, to, self._bits | tag)
+        posted = self._send(data, to, self._bits | tag | (_ASKS if asks else 0))
         return self._refuse("send", tag) if posted is NotImplemented else posted
 
     def receive(self, memory: Any, src: int, tag: int) -> Posted:
@@ -104,7 +106,7 @@ class Mail:
             return src, self._bits, _ANY
         if not 0 <= tag < _TAGS:
             self._refuse_tag(tag)
-        return src, self._bits | tag, EXACTLY
+        return src, self._bits | tag, _ONE_TAG
 
     def cancel(self, posted: Posted) -> bool:
         """Withdraw a receive; return False if it has a message already, or is a send."""
@@ -166,6 +168,11 @@ class Mail:
         if self._ranks is not None and posted.state != CANCELLED:
             source = self._ranks.index(source)
         return Status(source, posted.tag & _TAGS - 1, posted.nbytes)
+
+    @staticmethod
+    def asks(posted: Posted) -> bool:
+        """Return whether the message of a receive that is over asks for an answer."""
+        return bool(posted.tag & _ASKS)
 
     def _wait(self, items: Sequence[Posted], any_of: bool, timeout: float | None) -> None:
         try:
