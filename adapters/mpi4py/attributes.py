@@ -53,48 +53,42 @@ class Attributed:
     @classmethod
     def Free_keyval(cls, keyval: int) -> int:
         """Free a keyval; attributes that are set keep it until they go."""
-        if keyval not in _keyvals:
-            raise MPIError(CLASSES["ERR_KEYVAL"])
+        _keyval(keyval)
         return KEYVAL_INVALID
 
     def Get_attr(self: Any, keyval: int) -> Any:
         """Return the value of an attribute, or None."""
-        self._live  # noqa: B018
-        if keyval in self._fixed_attributes():
-            return self._fixed_attributes()[keyval]
-        if keyval not in _keyvals:
-            raise MPIError(CLASSES["ERR_KEYVAL"])
-        return self._live.attributes.get(keyval)
+        attributes, fixed = self._live.attributes, self._fixed_attributes()
+        if keyval in fixed:
+            return fixed[keyval]
+        _keyval(keyval)
+        return attributes.get(keyval)
 
     def Set_attr(self: Any, keyval: int, attrval: Any) -> None:
         """Set an attribute."""
-        if keyval not in _keyvals:
-            raise MPIError(CLASSES["ERR_KEYVAL"])
-        attributes = self._live.attributes
-        if _keyvals[keyval].nopython:
+        if _keyval(keyval).nopython:
             attrval = int(attrval)
-        if keyval in attributes:
-            _delete(self, keyval, attributes)
-        attributes[keyval] = attrval
+        self.Delete_attr(keyval)
+        self._live.attributes[keyval] = attrval
 
     def Delete_attr(self: Any, keyval: int) -> None:
         """Delete an attribute."""
-        if keyval not in _keyvals:
-            raise MPIError(CLASSES["ERR_KEYVAL"])
+        delete = _keyval(keyval).delete
         attributes = self._live.attributes
         if keyval in attributes:
-            _delete(self, keyval, attributes)
+            value = attributes.pop(keyval)
+            if delete is not None:
+                _guarded(delete, self, keyval, value)
 
     def _fixed_attributes(self) -> dict[int, Any]:
         """Return the attributes that MPI itself sets."""
         return {}
 
 
-def _delete(handle: Any, keyval: int, attributes: dict[int, Any]) -> None:
-    value = attributes.pop(keyval)
-    delete = _keyvals[keyval].delete
-    if delete is not None:
-        _guarded(delete, handle, keyval, value)
+def _keyval(number: int) -> _Keyval:
+    if number not in _keyvals:
+        raise MPIError(CLASSES["ERR_KEYVAL"])
+    return _keyvals[number]
 
 
 def copy_attributes(handle: Any, copy: Inner) -> None:
@@ -111,9 +105,8 @@ def copy_attributes(handle: Any, copy: Inner) -> None:
 
 def delete_attributes(handle: Any) -> None:
     """Delete all attributes of an object that is freed, the newest first."""
-    attributes = handle._live.attributes
-    for keyval in reversed(list(attributes)):
-        _delete(handle, keyval, attributes)
+    for keyval in reversed(list(handle._live.attributes)):
+        handle.Delete_attr(keyval)
 
 
 def _guarded(function: Callable[..., Any], *args: Any) -> Any:

@@ -1,15 +1,9 @@
-"""``MPI.Datatype``: which bytes of memory belong to a message, and what they are.
-
-A datatype is a list of blocks: (displacement in bytes, number of elements, their datatype). A
-message travels packed, that is without the gaps. The indices of a datatype's bytes are computed at
-its first use, as one NumPy array.
-"""
+"""``MPI.Datatype``: handles of layouts, how they are made of others, and the predefined ones."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -17,9 +11,11 @@ import numpy as np
 
 from .attributes import Attributed, copy_attributes, delete_attributes
 from .exceptions import CLASSES, MPIError
-from .handles import Handle, Inner
+from .handles import Named, reader
+from .layouts import Layout, Piece
+from .memory import Bytes, bytes_of
 
-__all__ = ["CODES", "CONSTANTS", "DATATYPE_NULL", "Datatype", "Layout"]
+__all__ = ["CODES", "CONSTANTS", "DATATYPE_NULL", "Datatype", "handle_of"]
 
 ORDER_C, ORDER_FORTRAN = 0, 1
 (TYPECLASS_LOGICAL, TYPECLASS_INTEGER, TYPECLASS_REAL, TYPECLASS_COMPLEX) = range(1, 5)
@@ -30,98 +26,7 @@ _COMBINERS = (
     "SUBARRAY DARRAY RESIZED VALUE_INDEX F90_INTEGER F90_REAL F90_COMPLEX"
 ).split()
 COMBINERS = {name: number for number, name in enumerate(_COMBINERS)}
-_F90 = ("F90_INTEGER", "F90_REAL", "F90_COMPLEX")
-
-_Block = tuple[int, int, "Layout"]
-
-
-class Layout(Inner):
-    """Bytes of one element.
-
-    Args:
-        combiner: how it was made, one of ``_COMBINERS``.
-        params: arguments of the method that made it, without the datatype itself.
-        blocks: its blocks; a predefined type has none.
-        bounds: lower bound and extent, if the blocks do not determine them.
-
-    Attributes:
-        size: number of bytes that travel.
-        lb, extent: lower bound and extent.
-        true_lb, true_extent: the same of the bytes that travel.
-        dense: whether the bytes follow each other without gaps from the first.
-        dtype: NumPy's type of the elements as they travel; None if they are of several types.
-        char: their character code, or "".
-        text, code: type string and code, such as "i4".
-    """
-
-    def __init__(
-        self, combiner: str, params: dict[str, Any] | None = None, blocks: Sequence[_Block] = (),
-        bounds: tuple[int, int] | None = None, base: Layout | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.combiner = combiner
-        self.params = params or {}
-        self.base = base
-        self.size: int
-        self.align: int
-        self.lb: int
-        self.extent: int
-        self.true_lb: int
-        self.true_extent: int
-        self.blocks = [block for block in blocks if block[1]]
-        self.size = sum(count * child.size for _, count, child in self.blocks)
-        ends: list[int] = []
-        true_ends: list[int] = []
-        for offset, count, child in self.blocks:
-            last = offset + (count - 1) * child.extent
-            for start in (offset, last):
-                ends += (start + child.lb, start + child.lb + child.extent)
-                if child.size:
-                    first = start + child.true_lb
-                    true_ends += (first, first + child.true_extent)
-        self.align = max((child.align for *_, child in self.blocks), default=1)
-        self.lb, self.extent = bounds or _bounds(ends)
-        if combiner == "STRUCT" and bounds is None:
-            self.extent += -self.extent % self.align
-        self.true_lb, self.true_extent = _bounds(true_ends)
-        self.dense = self.lb == 0 and self.size == self.extent and self._in_sequence()
-        leaves = {child.dtype for *_, child in self.blocks}
-        self.dtype: np.dtype[Any] | None = leaves.pop() if len(leaves) == 1 else None
-        self.char = self.text = self.code = ""
-        self.freed = False
-        self.predefined = False
-
-    def _in_sequence(self) -> bool:
-        position = 0
-        for offset, count, child in self.blocks:
-            if offset != position or not child.dense:
-                return False
-            position += count * child.size
-        return True
-
-    @cached_property
-    def indices(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Offsets of the bytes of one element, in the order in which they travel."""
-        if not self.blocks:
-            return np.arange(self.size)
-        parts = [
-            ((offset + np.arange(count) * child.extent)[:, None] + child.indices).reshape(-1)
-            for offset, count, child in self.blocks
-        ]
-        return np.concatenate(parts)
-
-    def places(self, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the offsets of the bytes of ``count`` elements."""
-        return ((np.arange(count) * self.extent)[:, None] + self.indices).reshape(-1)
-
-    def span(self, count: int) -> tuple[int, int]:
-        """Return the first offset of the bytes of ``count`` elements, and that after the last."""
-        ends = [self.true_lb, self.true_lb + (count - 1) * self.extent]
-        return min(ends), max(ends) + self.true_extent
-
-
-def _bounds(ends: Sequence[int]) -> tuple[int, int]:
-    return (min(ends), max(ends) - min(ends)) if ends else (0, 0)
+_PREDEFINED = ("NAMED", "F90_INTEGER", "F90_REAL", "F90_COMPLEX")
 
 
 def _numbers(values: Any, count: int | None = None) -> list[int]:
@@ -131,7 +36,17 @@ def _numbers(values: Any, count: int | None = None) -> list[int]:
     return numbers
 
 
-class Datatype(Handle, Attributed, kind=True):
+def _creating(make: Callable[..., Any], combiner: str) -> Any:
+    """Return the method of a combiner, whose name comes first among the arguments of ``make``."""
+
+    def create(self: Any, *args: Any, **options: Any) -> Any:
+        return make(self, combiner, *args, **options)
+
+    create.__name__, create.__doc__ = f"Create_{combiner.lower()}", make.__doc__
+    return create
+
+
+class Datatype(Named, Attributed, kind=True):
     """Layout of a message's elements in memory."""
 
     __slots__ = ()
@@ -146,9 +61,7 @@ class Datatype(Handle, Attributed, kind=True):
             return super().__reduce__()
         return _remade, (type(self), *self.decode())
 
-    def Get_size(self) -> int:
-        """Return the number of bytes that travel of one element."""
-        return int(self._live.size)
+    Get_size, size = reader(lambda layout: layout.size, "the bytes of one element that travel")
 
     def Get_extent(self) -> tuple[int, int]:
         """Return lower bound and extent in bytes."""
@@ -158,7 +71,6 @@ class Datatype(Handle, Attributed, kind=True):
         """Return lower bound and extent of the bytes that travel."""
         return self._live.true_lb, self._live.true_extent
 
-    size = property(Get_size)
     lb = property(lambda self: self._live.lb)
     extent = property(lambda self: self._live.extent)
     ub = property(lambda self: self._live.lb + self._live.extent)
@@ -181,47 +93,37 @@ class Datatype(Handle, Attributed, kind=True):
         """Return ``count`` elements after each other."""
         return self._make("CONTIGUOUS", {"count": _counted(count)}, [(0, count, self._live)])
 
-    def Create_vector(self, count: int, blocklength: int, stride: int) -> Any:
-        """Return ``count`` blocks, whose starts are ``stride`` elements apart."""
-        params = {"count": count, "blocklength": blocklength, "stride": stride}
-        return self._strided("VECTOR", params, stride * self._live.extent)
+    def _strided(self, combiner: str, count: int, blocklength: int, stride: int) -> Any:
+        """Return ``count`` blocks, whose starts are ``stride`` elements apart, or bytes."""
+        params = {"count": _counted(count), "blocklength": blocklength, "stride": stride}
+        places = [i * stride for i in range(count)]
+        return self._placed(combiner, params, [blocklength] * count, places)
 
-    def Create_hvector(self, count: int, blocklength: int, stride: int) -> Any:
-        """Return ``count`` blocks, whose starts are ``stride`` bytes apart."""
-        params = {"count": count, "blocklength": blocklength, "stride": stride}
-        return self._strided("HVECTOR", params, stride)
+    def _indexed(self, combiner: str, blocklengths: Any, displacements: Any) -> Any:
+        """Return blocks at displacements in elements, or in bytes."""
+        lengths = _numbers(blocklengths)
+        places = _numbers(displacements, len(lengths))
+        params = {"blocklengths": lengths, "displacements": places}
+        return self._placed(combiner, params, lengths, places)
 
-    def _strided(self, combiner: str, params: dict[str, int], step: int) -> Any:
-        count, length = _counted(params["count"]), _counted(params["blocklength"])
-        blocks = [(i * step, length, self._live) for i in range(count)]
+    def _block(self, combiner: str, blocklength: int, displacements: Any) -> Any:
+        """Return blocks of one length at displacements in elements, or in bytes."""
+        places = _numbers(displacements)
+        params = {"blocklength": blocklength, "displacements": places}
+        return self._placed(combiner, params, [blocklength] * len(places), places)
+
+    def _placed(self, combiner: str, params: Any, lengths: list[int], places: list[int]) -> Any:
+        """Return blocks at places in elements, or in bytes for a combiner with an H."""
+        unit = 1 if combiner[0] == "H" else self._live.extent
+        blocks = [(place * unit, _counted(n), self._live) for n, place in zip(lengths, places)]
         return self._make(combiner, params, blocks)
 
-    def Create_indexed(self, blocklengths: Sequence[int], displacements: Sequence[int]) -> Any:
-        """Return blocks at displacements in elements."""
-        return self._indexed("INDEXED", blocklengths, displacements, self._live.extent)
-
-    def Create_hindexed(self, blocklengths: Sequence[int], displacements: Sequence[int]) -> Any:
-        """Return blocks at displacements in bytes."""
-        return self._indexed("HINDEXED", blocklengths, displacements, 1)
-
-    def _indexed(self, combiner: str, lengths: Any, displacements: Any, unit: int) -> Any:
-        lengths = _numbers(lengths)
-        places = _numbers(displacements, len(lengths))
-        blocks = [(place * unit, n, self._live) for n, place in zip(lengths, places)]
-        return self._make(combiner, {"blocklengths": lengths, "displacements": places}, blocks)
-
-    def Create_indexed_block(self, blocklength: int, displacements: Sequence[int]) -> Any:
-        """Return blocks of one length at displacements in elements."""
-        return self._block("INDEXED_BLOCK", blocklength, displacements, self._live.extent)
-
-    def Create_hindexed_block(self, blocklength: int, displacements: Sequence[int]) -> Any:
-        """Return blocks of one length at displacements in bytes."""
-        return self._block("HINDEXED_BLOCK", blocklength, displacements, 1)
-
-    def _block(self, combiner: str, length: int, displacements: Any, unit: int) -> Any:
-        places = _numbers(displacements)
-        blocks = [(place * unit, _counted(length), self._live) for place in places]
-        return self._make(combiner, {"blocklength": length, "displacements": places}, blocks)
+    Create_vector = _creating(_strided, "VECTOR")
+    Create_hvector = _creating(_strided, "HVECTOR")
+    Create_indexed = _creating(_indexed, "INDEXED")
+    Create_hindexed = _creating(_indexed, "HINDEXED")
+    Create_indexed_block = _creating(_block, "INDEXED_BLOCK")
+    Create_hindexed_block = _creating(_block, "HINDEXED_BLOCK")
 
     @classmethod
     def Create_struct(
@@ -339,7 +241,6 @@ class Datatype(Handle, Attributed, kind=True):
         named = CONSTANTS[name]._inner
         layout = Layout(combiner, params, [(0, 1, named)])
         layout.char, layout.text, layout.code = named.char, named.text, named.code
-        layout.predefined = True
         return cls._of(layout)
 
     @classmethod
@@ -358,7 +259,7 @@ class Datatype(Handle, Attributed, kind=True):
 
     def Free(self) -> None:
         """Clear the handle, after the keyvals' functions."""
-        if self._live.constant is not None or self._live.predefined:
+        if self._live.combiner in _PREDEFINED:
             raise MPIError(CLASSES["ERR_TYPE"])
         delete_attributes(self)
         self._inner = None
@@ -374,7 +275,7 @@ class Datatype(Handle, Attributed, kind=True):
         if self._live.combiner == "NAMED":
             raise MPIError(CLASSES["ERR_TYPE"])
         numbers, addresses, counts, types = _contents(self._live)
-        return numbers, addresses, counts, [_handle(layout) for layout in types]
+        return numbers, addresses, counts, [handle_of(layout) for layout in types]
 
     def decode(self) -> tuple[Any, str, dict[str, Any]]:
         """Return the old datatype, the combiner's name, and the arguments of its method."""
@@ -383,8 +284,8 @@ class Datatype(Handle, Attributed, kind=True):
         if layout.combiner == "NAMED":
             return self if layout.constant is None else layout.constant, "NAMED", {}
         if "datatypes" in params:
-            params["datatypes"] = [_handle(child) for child in params["datatypes"]]
-        base = DATATYPE_NULL if layout.base is None else _handle(layout.base)
+            params["datatypes"] = [handle_of(child) for child in params["datatypes"]]
+        base = DATATYPE_NULL if layout.base is None else handle_of(layout.base)
         return base, layout.combiner, params
 
     envelope = property(Get_envelope)
@@ -392,18 +293,8 @@ class Datatype(Handle, Attributed, kind=True):
     combiner = property(lambda self: COMBINERS[self._live.combiner])
     is_named = property(lambda self: self._live.combiner == "NAMED")
     is_predefined = property(
-        lambda self: self._inner is None or self._inner.combiner in ("NAMED", *_F90)
+        lambda self: self._inner is None or self._inner.combiner in _PREDEFINED
     )
-
-    def Get_name(self) -> str:
-        """Return the name."""
-        return str(self._inner.name) if self else "MPI_DATATYPE_NULL"
-
-    def Set_name(self, name: str) -> None:
-        """Set the name."""
-        self._live.name = name
-
-    name = property(Get_name, Set_name)
 
     def tocode(self) -> str:
         """Return the code, such as "i" or "i4".
@@ -429,6 +320,67 @@ class Datatype(Handle, Attributed, kind=True):
     typechar = property(lambda self: self._live.char or "V")
     typestr = property(lambda self: self._live.text or f"V{self._live.extent}")
 
+    # -- elements as bytes without gaps, and back ----------------------------------------------
+
+    def Pack(self, inbuf: Any, outbuf: Any, position: int, comm: Any) -> int:
+        """Copy the elements of a buffer to a place in another; return the place after them."""
+        return self._pack(inbuf, outbuf, position, False)
+
+    def Pack_external(self, datarep: str, inbuf: Any, outbuf: Any, position: int) -> int:
+        """Copy elements as ``Pack`` does, with the highest byte of each number first."""
+        return self._pack(inbuf, outbuf, position, _is_external(datarep))
+
+    def _pack(self, inbuf: Any, outbuf: Any, position: int, swaps: bool) -> int:
+        data, target = self._elements(inbuf, False).packed(), bytes_of(outbuf, True)
+        target[_place(target, position, len(data))] = self._swapped(data) if swaps else data
+        return position + len(data)
+
+    def Unpack(self, inbuf: Any, position: int, outbuf: Any, comm: Any) -> int:
+        """Copy elements from a place in a buffer to another; return the place after them."""
+        return self._unpack(inbuf, position, outbuf, False)
+
+    def Unpack_external(self, datarep: str, inbuf: Any, position: int, outbuf: Any) -> int:
+        """Copy elements as ``Unpack`` does, with the highest byte of each number first."""
+        return self._unpack(inbuf, position, outbuf, _is_external(datarep))
+
+    def _unpack(self, inbuf: Any, position: int, outbuf: Any, swaps: bool) -> int:
+        piece, source = self._elements(outbuf, True), bytes_of(inbuf, False)
+        data = source[_place(source, position, piece.nbytes)]
+        piece.unpack(self._swapped(data) if swaps else data)
+        return position + piece.nbytes
+
+    def Pack_size(self, count: int, comm: Any) -> int:
+        """Return the number of bytes that ``count`` elements need."""
+        return int(count * self.size)
+
+    def Pack_external_size(self, datarep: str, count: int) -> int:
+        """Return the number of bytes that ``count`` elements need."""
+        return int(_is_external(datarep) * count * self.size)
+
+    def _elements(self, buf: Any, writable: bool) -> Piece:
+        layout, memory = self._live, bytes_of(buf, writable)
+        count = len(memory) // layout.extent if layout.extent > 0 else 0
+        return Piece(memory, 0, count, layout)
+
+    def _swapped(self, data: Bytes) -> Bytes:
+        dtype = self._live.dtype
+        if dtype is None or not len(data):
+            return data
+        swapped: Bytes = np.ascontiguousarray(data).view(dtype).byteswap().view(np.uint8)
+        return swapped
+
+
+def _place(memory: Bytes, position: int, nbytes: int) -> slice:
+    if position < 0 or position + nbytes > len(memory):
+        raise MPIError(CLASSES["ERR_TRUNCATE"], f"{nbytes} bytes at {position} of {len(memory)}")
+    return slice(position, position + nbytes)
+
+
+def _is_external(datarep: str) -> bool:
+    if datarep != "external32":
+        raise MPIError(CLASSES["ERR_ARG"], f"datarep {datarep!r}")
+    return True
+
 
 def _counted(count: int) -> int:
     if count < 0:
@@ -441,7 +393,8 @@ def _real_size(digits: int, exponent: int) -> int:
     return next((size for size, p, r in real[1:] if digits <= p and exponent <= r), 0)
 
 
-def _handle(layout: Layout) -> Any:
+def handle_of(layout: Layout) -> Any:
+    """Return a handle for a layout: the constant if it is one's."""
     return layout.constant if layout.constant is not None else Datatype._of(layout)
 
 
@@ -451,10 +404,9 @@ def _contents(layout: Layout) -> tuple[list[int], list[int], list[int], list[Lay
     if combiner == "NAMED":
         return [], [], [], []
     types = params.get("datatypes") or ([] if layout.base is None else [layout.base])
-    in_bytes = {
-        "HVECTOR": ("stride",), "HINDEXED": ("displacements",), "STRUCT": ("displacements",),
-        "HINDEXED_BLOCK": ("displacements",), "RESIZED": ("lb", "extent"),
-    }.get(combiner, ())  # fmt: skip
+    in_bytes = ["lb", "extent"]
+    if combiner[0] == "H" or combiner == "STRUCT":
+        in_bytes += ["stride", "displacements"]
     numbers: list[int] = []
     addresses: list[int] = []
     if "displacements" in params:
@@ -515,7 +467,7 @@ def _define(name: str, char: str, text: str, code: str) -> None:
     layout = Layout("NAMED")
     layout.size = layout.extent = layout.true_extent = int(text[1:]) * (4 if text == "U1" else 1)
     layout.align = min(layout.size, 16) // (2 if text[0] == "c" else 1)
-    layout.dense = layout.predefined = True
+    layout.dense = True
     layout.char, layout.text, layout.code, layout.name = char, text, code, f"MPI_{name}"
     known = char in "?bhilqBHILQefdgFDGp" and char
     layout.dtype = np.dtype("l" if char == "p" else char) if known else None
@@ -527,7 +479,6 @@ def _define_pair(value: str) -> None:
     place = child.size + -child.size % 4
     layout = Layout("STRUCT", None, [(0, 1, child), (place, 1, index)])
     layout.combiner = "NAMED"
-    layout.predefined = True
     # As the pair travels, without gaps.
     layout.dtype = np.dtype([("value", child.dtype), ("index", "i4")])
     layout.name = "MPI_2INT" if value == "INT" else f"MPI_{value}_INT"

@@ -14,12 +14,11 @@ import collective
 
 from .communicators import Comm, world
 from .datatypes import Datatype
-from .exceptions import CLASSES, MPIError
+from .exceptions import CLASSES, MPIError, refusing
 from .handles import Constant, Handle
 from .info import Info
 from .memory import address_of, buffer, bytes_of
-from .refusals import refusing
-from .requests import Request, Status, empty, flush
+from .operations import Status, flush
 
 __all__ = ["Alloc_mem", "Finalize", "Get_address", "Init"]
 
@@ -50,7 +49,7 @@ def Finalize() -> None:
         return
     _state["finalized"] = True
     flush()
-    world.handle._run(world.handle._Barrier())
+    world.handle._Barrier().run()
 
 
 @atexit.register
@@ -61,19 +60,9 @@ def _at_exit() -> None:
             Finalize()
 
 
-def Is_initialized() -> bool:
-    """Return True."""
-    return True
-
-
 def Is_finalized() -> bool:
     """Return whether ``Finalize`` was called."""
     return _state["finalized"]
-
-
-def Query_thread() -> int:
-    """Return the level of support for threads."""
-    return THREAD_MULTIPLE
 
 
 def Is_thread_main() -> bool:
@@ -81,32 +70,33 @@ def Is_thread_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def Get_version() -> tuple[int, int]:
-    """Return the version of the standard that this module follows."""
-    return VERSION, SUBVERSION
+Wtime = time.perf_counter
 
 
-def Get_library_version() -> str:
-    """Return name and version of the library."""
-    return f"collective {collective.__version__}"
+def _returning(name: str, value: Any, what: str) -> Any:
+    """Return a function of the module whose result never changes."""
+
+    def function() -> Any:
+        return value
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"Return {what}."
+    return function
 
 
-def Get_abi_version() -> tuple[int, int]:
-    """Return (-1, -1): there is no library in C to link with."""
-    return -1, -1
-
-
-def get_vendor() -> tuple[str, tuple[int, int, int]]:
-    """Return name and version of the library."""
-    numbers = [int("".join(filter(str.isdigit, part)) or 0)
-               for part in collective.__version__.split(".")[:3]]  # fmt: skip
-    major, minor, micro = (*numbers, 0, 0, 0)[:3]
-    return "collective", (major, minor, micro)
-
-
-def Get_processor_name() -> str:
-    """Return the name of this host."""
-    return os.uname().nodename
+_release = [int("".join(filter(str.isdigit, part)) or 0)
+            for part in f"{collective.__version__}.0.0".split(".")[:3]]  # fmt: skip
+for _name, _value, _what in (
+    ("Is_initialized", True, "True"),
+    ("Query_thread", THREAD_MULTIPLE, "the level of support for threads"),
+    ("Get_version", (VERSION, SUBVERSION), "the version of the standard that this module follows"),
+    ("Get_library_version", f"collective {collective.__version__}", "name and version"),
+    ("get_vendor", ("collective", tuple(_release)), "name and version of the library"),
+    ("Get_abi_version", (-1, -1), "(-1, -1): there is no library in C to link with"),
+    ("Get_processor_name", os.uname().nodename, "the name of this host"),
+    ("Wtick", time.get_clock_info("perf_counter").resolution, "the resolution of ``Wtime``"),
+):
+    globals()[_name] = _returning(_name, _value, _what)
 
 
 def Get_hw_resource_info() -> Info:
@@ -115,16 +105,6 @@ def Get_hw_resource_info() -> Info:
 
 
 Get_abi_info = Get_abi_fortran_info = Get_hw_resource_info
-
-
-def Wtime() -> float:
-    """Return the time in seconds."""
-    return time.perf_counter()
-
-
-def Wtick() -> float:
-    """Return the resolution of ``Wtime``."""
-    return time.get_clock_info("perf_counter").resolution
 
 
 def Pcontrol(level: int) -> None:
@@ -152,48 +132,19 @@ def Get_address(location: Any) -> int:
 
 def Aint_add(base: int, disp: int) -> int:
     """Return an address and a displacement added."""
-    return _wrapped(base + disp)
+    return (base + disp + 2**63) % 2**64 - 2**63
 
 
 def Aint_diff(addr1: int, addr2: int) -> int:
     """Return the difference of two addresses."""
-    return _wrapped(addr1 - addr2)
-
-
-def _wrapped(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
-
-
-def Attach_buffer(buf: Any) -> None:
-    """Keep a buffer for buffered sends. They need none, and take what memory they need."""
-    bytes_of(buf, True)
-    _state["attached"] = buf
-
-
-def Detach_buffer() -> Any:
-    """Wait for buffered sends, and return the buffer."""
-    flush()
-    return _state.pop("attached", None)
-
-
-def Flush_buffer() -> None:
-    """Wait for buffered sends."""
-    flush()
-
-
-def Iflush_buffer() -> Request:
-    """Wait for buffered sends; the request is complete."""
-    flush()
-    return Request._of(empty())  # type: ignore[no-any-return]
+    return Aint_add(addr1, -addr2)
 
 
 _PORTS = ("it starts no processes in a running program, and knows no ports",
           "Start all ranks with `collective run`.")  # fmt: skip
-Open_port = refusing("Open_port", *_PORTS)
-Close_port = refusing("Close_port", *_PORTS)
-Publish_name = refusing("Publish_name", *_PORTS)
-Unpublish_name = refusing("Unpublish_name", *_PORTS)
-Lookup_name = refusing("Lookup_name", *_PORTS)
+Open_port = Close_port = Publish_name = Unpublish_name = Lookup_name = refusing(
+    "a port, or a published name", *_PORTS
+)
 Register_datarep = refusing("Register_datarep", "it has no files that ranks share", "Use NumPy.")
 
 
@@ -219,9 +170,7 @@ def _commctx_intra(comm: Comm) -> tuple[Any, int]:
     return context.shadow, 0
 
 
-def _commctx_inter(comm: Comm) -> Any:
-    """Refuse intercommunicators."""
-    refusing("an intercommunicator", "it has none", "Use one communicator.")()
+_commctx_inter = refusing("an intercommunicator", "it has none", "Use one communicator.")
 
 
 def _typecode(datatype: Datatype) -> str | None:

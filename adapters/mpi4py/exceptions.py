@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import total_ordering
 from typing import Any, NoReturn
 
 import collective
 
 from .handles import Handle, Inner
 
-__all__ = ["CLASSES", "Errhandler", "MPIError", "UnsupportedError", "refuse", "translated"]
+__all__ = [
+    "CLASSES", "TRANSLATED", "Errhandler", "MPIError", "UnsupportedError", "refuse", "refusing",
+]  # fmt: skip
 
 _TEXTS = {
     "SUCCESS": "no error",
@@ -57,6 +60,7 @@ _added: dict[int, int] = {}
 last_used = [LASTCODE]
 
 
+@total_ordering
 class MPIError(RuntimeError):
     """Error of a call, with MPI's error code.
 
@@ -95,20 +99,8 @@ class MPIError(RuntimeError):
             return self.ierr == other.ierr
         return self.ierr == other if isinstance(other, int) else NotImplemented
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
     def __lt__(self, other: Any) -> bool:
         return self.ierr < int(other)
-
-    def __le__(self, other: Any) -> bool:
-        return self.ierr <= int(other)
-
-    def __gt__(self, other: Any) -> bool:
-        return self.ierr > int(other)
-
-    def __ge__(self, other: Any) -> bool:
-        return self.ierr >= int(other)
 
     def Get_error_code(self) -> int:
         """Return the error code."""
@@ -138,6 +130,17 @@ class UnsupportedError(NotImplementedError):
 def refuse(what: str, why: str, instead: str) -> NoReturn:
     """Raise UnsupportedError. Every rank comes to it by its own arguments, so no rank waits."""
     raise UnsupportedError(f"{what}: collective.adapters.mpi4py does not have it: {why}. {instead}")
+
+
+def refusing(what: str, why: str, instead: str) -> Any:
+    """Return a function that refuses whatever its arguments."""
+
+    def function(*args: Any, **options: Any) -> NoReturn:
+        refuse(what, why, instead)
+
+    function.__name__ = what.rpartition(".")[2]
+    function.__doc__ = f"Refuse: {why}."
+    return function
 
 
 def Get_error_class(errorcode: int) -> int:
@@ -170,25 +173,17 @@ def Add_error_code(errorclass: int) -> int:
 
 def Remove_error_class(errorclass: int) -> None:
     """Remove an added error class without codes and text."""
-    _check_removable(errorclass)
     if any(value == errorclass for code, value in _added.items() if code != errorclass):
         raise MPIError(CLASSES["ERR_OTHER"], f"Remove_error_class: {errorclass} has codes")
-    _remove(errorclass)
+    Remove_error_code(errorclass)
 
 
 def Remove_error_code(errorcode: int) -> None:
     """Remove an added error code without text."""
-    _check_removable(errorcode)
-    _remove(errorcode)
-
-
-def _check_removable(code: int) -> None:
-    if code not in _added or code in _texts:
-        raise MPIError(CLASSES["ERR_OTHER"], f"{code} is not an added code without a text")
-
-
-def _remove(code: int) -> None:
-    del _added[code]
+    if errorcode not in _added or errorcode in _texts:
+        text = f"{errorcode} is not an added code without a text"
+        raise MPIError(CLASSES["ERR_OTHER"], text)
+    del _added[errorcode]
     last_used[0] = max([LASTCODE, *_added])
 
 
@@ -206,24 +201,34 @@ def Remove_error_string(errorcode: int) -> None:
     del _texts[errorcode]
 
 
-def translated(error: collective.CollectiveError) -> MPIError:
-    """Return the ``MPI.Exception`` for an error of the library, with the library's text."""
-    kinds: list[tuple[type[BaseException], str]] = [
-        (collective.PeerLostError, "ERR_PROC_FAILED"),
-        (collective.PeerFailedError, "ERR_PROC_FAILED"),
-        (collective.CommunicatorAbortedError, "ERR_PROC_ABORTED"),
-        (collective.CommunicatorClosedError, "ERR_COMM"),
-        (collective.ShapeError, "ERR_TRUNCATE"),
-    ]
-    name = next((name for kind, name in kinds if isinstance(error, kind)), "ERR_OTHER")
-    return MPIError(CLASSES[name], f"MPI_{name}: {error}")
+_KINDS: list[tuple[type[BaseException], str]] = [
+    (collective.PeerLostError, "ERR_PROC_FAILED"),
+    (collective.PeerFailedError, "ERR_PROC_FAILED"),
+    (collective.CommunicatorAbortedError, "ERR_PROC_ABORTED"),
+    (collective.CommunicatorClosedError, "ERR_COMM"),
+    (collective.ShapeError, "ERR_TRUNCATE"),
+    (collective.RankError, "ERR_RANK"),
+]
+
+
+class _Translated:
+    """Block in which errors of the library become ``MPI.Exception``, with the library's text."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, collective.CollectiveError):
+            name = next((name for kind, name in _KINDS if isinstance(error, kind)), "ERR_OTHER")
+            raise MPIError(CLASSES[name], f"MPI_{name}: {error}") from error
+
+
+TRANSLATED = _Translated()
 
 
 class _Handling(Inner):
     """Error handler: the function of the program, or None."""
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
-        super().__init__()
         self.function = function
 
 
@@ -234,12 +239,8 @@ class Errhandler(Handle, kind=True):
     """
 
     __slots__ = ()
-    null_error = CLASSES["ERR_ERRHANDLER"]
-
-    def Free(self) -> None:
-        """Clear the handle."""
-        self._live  # noqa: B018
-        self._inner = None
+    null_error, constants_end = CLASSES["ERR_ERRHANDLER"], True
+    Free = Handle._free
 
 
 ERRHANDLER_NULL = Errhandler._constant("ERRHANDLER_NULL")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .exceptions import CLASSES, MPIError, refuse
-from .handles import Handle, Inner
+from .exceptions import CLASSES, MPIError, refusing
+from .handles import Handle, Inner, reader
 
 __all__ = ["GROUP_EMPTY", "GROUP_NULL", "UNDEFINED", "Group"]
 
@@ -24,7 +24,6 @@ class Members(Inner):
     """
 
     def __init__(self, ranks: Sequence[int], own: int) -> None:
-        super().__init__()
         self.ranks = tuple(ranks)
         self.own = own
 
@@ -33,24 +32,13 @@ class Group(Handle, kind=True):
     """Ordered set of processes."""
 
     __slots__ = ()
-    null_error = CLASSES["ERR_GROUP"]
+    null_error, constants_end = CLASSES["ERR_GROUP"], True
 
-    def _with(self, ranks: Sequence[int]) -> Any:
-        if not ranks:
-            return type(self)._of(GROUP_EMPTY._inner)
-        return type(self)._of(Members(ranks, self._live.own))
-
-    def Get_size(self) -> int:
-        """Return the number of members."""
-        return len(self._live.ranks)
-
-    def Get_rank(self) -> int:
-        """Return this process's rank in the group, or ``UNDEFINED``."""
-        members = self._live
-        return members.ranks.index(members.own) if members.own in members.ranks else UNDEFINED
-
-    size = property(Get_size)
-    rank = property(Get_rank)
+    Get_size, size = reader(lambda members: len(members.ranks), "the number of members")
+    Get_rank, rank = reader(
+        lambda m: m.ranks.index(m.own) if m.own in m.ranks else UNDEFINED,
+        "this process's rank in the group, or ``UNDEFINED``",
+    )
 
     def Translate_ranks(
         self, ranks: Sequence[int] | None = None, group: Group | None = None
@@ -82,37 +70,37 @@ class Group(Handle, kind=True):
     @classmethod
     def Union(cls, group1: Group, group2: Group) -> Any:
         """Return the members of the first group, then the others of the second."""
-        first = group1._live.ranks
-        ranks = [*first, *(rank for rank in group2._live.ranks if rank not in first)]
-        return cls._joined(group1, group2, ranks)
+        return cls._joined(group1, group2, lambda a, b: [*a, *(r for r in b if r not in a)])
 
     @classmethod
     def Intersection(cls, group1: Group, group2: Group) -> Any:
         """Return the members of both groups, in the order of the first."""
-        second = group2._live.ranks
-        return cls._joined(group1, group2, [r for r in group1._live.ranks if r in second])
+        return cls._joined(group1, group2, lambda a, b: [r for r in a if r in b])
 
     Intersect = Intersection
 
     @classmethod
     def Difference(cls, group1: Group, group2: Group) -> Any:
         """Return the members of the first group that are not in the second."""
-        second = group2._live.ranks
-        return cls._joined(group1, group2, [r for r in group1._live.ranks if r not in second])
+        return cls._joined(group1, group2, lambda a, b: [r for r in a if r not in b])
 
     @classmethod
-    def _joined(cls, group1: Group, group2: Group, ranks: Sequence[int]) -> Any:
-        own = max(group1._live.own, group2._live.own)
+    def _joined(cls, group1: Group, group2: Group, join: Callable[..., list[int]]) -> Any:
+        first, second = group1._live, group2._live
+        return cls._group(join(first.ranks, second.ranks), max(first.own, second.own))
+
+    @classmethod
+    def _group(cls, ranks: Sequence[int], own: int) -> Any:
         return cls._of(Members(ranks, own) if ranks else GROUP_EMPTY._inner)
 
     def Incl(self, ranks: Sequence[int]) -> Any:
         """Return the members with these ranks, in this order."""
-        return self._with([self._live.ranks[rank] for rank in self._checked(ranks)])
+        return self._group([self._live.ranks[n] for n in self._checked(ranks)], self._live.own)
 
     def Excl(self, ranks: Sequence[int]) -> Any:
         """Return the members without these ranks."""
-        out = set(self._checked(ranks))
-        return self._with([r for rank, r in enumerate(self._live.ranks) if rank not in out])
+        out = {self._live.ranks[n] for n in self._checked(ranks)}
+        return self._group([r for r in self._live.ranks if r not in out], self._live.own)
 
     def Range_incl(self, ranks: Sequence[tuple[int, int, int]]) -> Any:
         """Return the members of ranges (first, last, stride)."""
@@ -128,15 +116,11 @@ class Group(Handle, kind=True):
             raise MPIError(CLASSES["ERR_RANK"])
         return numbers
 
-    @classmethod
-    def Create_from_session_pset(cls, session: Any, pset_name: str) -> Any:
-        """Refuse sessions."""
-        refuse("Group.Create_from_session_pset", "it has no sessions", "Use COMM_WORLD.Get_group()")
+    Create_from_session_pset = refusing(
+        "Group.Create_from_session_pset", "it has no sessions", "Use COMM_WORLD.Get_group()"
+    )
 
-    def Free(self) -> None:
-        """Clear the handle."""
-        self._live  # noqa: B018
-        self._inner = None
+    Free = Handle._free
 
 
 def _ranged(ranges: Sequence[tuple[int, int, int]]) -> list[int]:

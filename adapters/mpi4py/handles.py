@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar
 
-__all__ = ["Constant", "Handle", "Inner"]
+__all__ = ["Constant", "Handle", "Inner", "Named", "reader"]
 
 _numbers = itertools.count(1)
 
@@ -22,15 +24,18 @@ class Inner:
     Attributes:
         number: the integer that stands for it, as C code would have a handle; 0 until asked for.
         constant: the handle that is a name in ``mpi4py.MPI``, or None.
-        attributes: values by keyval, set by the program.
+        kind: class of its handles, if it is not the one that a caller names.
     """
 
     number = 0
     constant: Handle | None = None
+    kind: type[Handle] | None = None
     name = ""
 
-    def __init__(self) -> None:
-        self.attributes: dict[int, Any] = {}
+    @cached_property
+    def attributes(self) -> dict[int, Any]:
+        """Values by keyval, set by the program."""
+        return {}
 
 
 class Handle:
@@ -38,9 +43,11 @@ class Handle:
 
     Attributes:
         null_error: error class of a call on a null handle, such as ``ERR_COMM``; set by each class.
+        constants_end: whether ``Free`` clears also a handle of a constant.
     """
 
     null_error: ClassVar[int] = 0
+    constants_end: ClassVar[bool] = False
     # The class of MPI's errors, which derives from nothing here.
     null_exception: ClassVar[type[BaseException]] = RuntimeError
     # The class that all handles of this kind derive from, its inner objects and its constants.
@@ -94,11 +101,6 @@ class Handle:
             return NotImplemented
         return self._kind is other._kind and self._inner is other._inner
 
-    def __ne__(self, other: object) -> bool:
-        if not isinstance(other, Handle):
-            return NotImplemented
-        return not self == other
-
     def __bool__(self) -> bool:
         return self._inner is not None
 
@@ -131,14 +133,15 @@ class Handle:
 
     @classmethod
     def fromhandle(cls, handle: int) -> Any:
-        """Return a handle for an integer that ``handle`` gave.
+        """Return a handle for an integer that ``handle`` gave, of the class that fits the object.
 
         Raises:
             ValueError: there is no such object in this process.
         """
         if handle and handle not in cls._known:
             raise ValueError(f"{cls.__name__}.fromhandle: {handle} names no object")
-        return cls._of(cls._known[handle] if handle else None)
+        inner = cls._known[handle] if handle else None
+        return ((inner and inner.kind) or cls)._of(inner)
 
     def toint(self) -> int:
         """Return the handle as an integer."""
@@ -153,6 +156,12 @@ class Handle:
 
     f2py = fromint
 
+    def _free(self) -> None:
+        """Clear the handle."""
+        if self._live.constant is not None and not self.constants_end:
+            raise self.null_exception(self.null_error)
+        self._inner = None
+
     def free(self) -> None:
         """Clear the handle, and free what it names unless that is a constant."""
         if id(self) in self._names or self._inner is None:
@@ -162,18 +171,44 @@ class Handle:
         self._inner = None
 
 
-class Constant(int):
-    """Integer with a name that stands for memory: ``BOTTOM``, ``IN_PLACE``."""
+def reader(read: Callable[[Any], Any], what: str) -> tuple[Any, Any]:
+    """Return a method that reads something of the inner object, and the property of it."""
+
+    def get(self: Any) -> Any:
+        return read(self._live)
+
+    get.__doc__ = f"Return {what}."
+    return get, property(get)
+
+
+class Named(Handle):
+    """Handle of an object that the program may give a name."""
 
     __slots__ = ()
-    _by_name: ClassVar[dict[str, Any]] = {}
-    _name = ""
-    _value = 0
+
+    def Get_name(self) -> str:
+        """Return the name."""
+        return str(self._inner.name) if self else f"MPI_{self._names[id(self._null)]}"
+
+    def Set_name(self, name: str) -> None:
+        """Set the name."""
+        self._live.name = name
+
+    name = property(Get_name, Set_name)
+
+
+class Constant(int):
+    """Integer with a name that stands for memory; each subclass has one object."""
+
+    __slots__ = ()
+    _name: ClassVar[str]
+    _only: ClassVar[Any]
+
+    def __init_subclass__(cls, name: str, value: int) -> None:
+        cls._name, cls._only = name, int.__new__(cls, value)
 
     def __new__(cls) -> Any:
-        if cls._name not in cls._by_name:
-            cls._by_name[cls._name] = int.__new__(cls, cls._value)
-        return cls._by_name[cls._name]
+        return cls._only
 
     def __repr__(self) -> str:
         return self._name
@@ -185,22 +220,16 @@ class Constant(int):
         raise TypeError(f"{self._name} is no number")
 
 
-class BottomType(Constant):
+class BottomType(Constant, name="BOTTOM", value=0):
     """Type of ``BOTTOM``, the address 0."""
 
-    _name = "BOTTOM"
 
-
-class InPlaceType(Constant):
+class InPlaceType(Constant, name="IN_PLACE", value=-1):
     """Type of ``IN_PLACE``: the receive buffer has this rank's input."""
 
-    _name, _value = "IN_PLACE", -1
 
-
-class BufferAutomaticType(Constant):
+class BufferAutomaticType(Constant, name="BUFFER_AUTOMATIC", value=-2):
     """Type of ``BUFFER_AUTOMATIC``: buffered sends take what memory they need."""
-
-    _name, _value = "BUFFER_AUTOMATIC", -2
 
 
 BOTTOM, IN_PLACE, BUFFER_AUTOMATIC = BottomType(), InPlaceType(), BufferAutomaticType()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from .exceptions import CLASSES, MPIError
@@ -17,11 +17,10 @@ MAX_INFO_KEY, MAX_INFO_VAL = 255, 1024
 
 class _Hints(Inner):
     def __init__(self, items: Mapping[str, str] | None = None) -> None:
-        super().__init__()
         self.items = dict(items or {})
 
 
-class Info(Handle, kind=True):
+class Info(Handle, MutableMapping[str, str], kind=True):
     """Hints; also a mapping of strings to strings."""
 
     __slots__ = ()
@@ -49,11 +48,7 @@ class Info(Handle, kind=True):
             return type(self).Create, (self.items(),)
         return super().__reduce__()
 
-    def Free(self) -> None:
-        """Clear the handle."""
-        if self._live.constant is not None:
-            raise MPIError(CLASSES["ERR_INFO"])
-        self._inner = None
+    Free = Handle._free
 
     def Dup(self) -> Any:
         """Return a copy."""
@@ -88,85 +83,54 @@ class Info(Handle, kind=True):
             raise MPIError(CLASSES["ERR_ARG"])
         return str(keys[n])
 
+    # As a mapping, a null handle is empty, and refuses values by KeyError.
+
+    @property
+    def _items(self) -> dict[str, str]:
+        return self._inner.items if self else {}
+
     def __len__(self) -> int:
-        return len(self._inner.items) if self else 0
+        return len(self._items)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
     def __getitem__(self, item: str, /) -> str:
-        value = self.Get(item) if self else None
-        if value is None:
-            raise KeyError(item)
-        return value
+        return self._items[item]
 
     def __setitem__(self, item: str, value: str, /) -> None:
-        self._need(item)
+        if not self:
+            raise KeyError(item)
         self.Set(item, value)
 
     def __delitem__(self, item: str, /) -> None:
-        self._need(item)
-        if item not in self:
-            raise KeyError(item)
-        self.Delete(item)
+        del self._items[item]
 
-    def __contains__(self, item: str, /) -> bool:
-        return bool(self) and item in self._inner.items
-
-    def _need(self, item: str) -> None:
-        if not self:
-            raise KeyError(item)
-
-    def get(self, key: str, default: str | None = None) -> str | None:
-        """Return a value, or ``default``."""
-        value = self.Get(key) if self else None
-        return default if value is None else value
-
-    def keys(self) -> list[str]:
+    def keys(self) -> list[str]:  # type: ignore[override]
         """Return the keys."""
-        return list(self._inner.items) if self else []
+        return list(self._items)
 
-    def values(self) -> list[str]:
+    def values(self) -> list[str]:  # type: ignore[override]
         """Return the values."""
-        return list(self._inner.items.values()) if self else []
+        return list(self._items.values())
 
-    def items(self) -> list[tuple[str, str]]:
+    def items(self) -> list[tuple[str, str]]:  # type: ignore[override]
         """Return keys with values."""
-        return list(self._inner.items.items()) if self else []
+        return list(self._items.items())
 
-    def update(self, items: Any = (), **kwds: str) -> None:
+    def update(self, items: Any = (), /, **kwds: str) -> None:
         """Set values of another info, a mapping or pairs."""
-        self._need("update(): null")
-        for key, value in _pairs(items):
-            self.Set(key, value)
-        for key, value in kwds.items():
-            self.Set(key, value)
-
-    def pop(self, key: str, *default: str) -> str:
-        """Remove a key, and return its value."""
-        value = self.get(key)
-        if value is None:
-            if default:
-                return default[0]
-            raise KeyError(key)
-        self.Delete(key)
-        return value
+        if not self:
+            raise KeyError("update(): null")
+        super().update(items, **kwds)
 
     def popitem(self) -> tuple[str, str]:
         """Remove the last key, and return it with its value."""
-        if not self.keys():
-            raise KeyError("popitem(): empty")
-        key = self.keys()[-1]
-        return key, self.pop(key)
+        return self._items.popitem()
 
     def copy(self) -> Any:
         """Return a copy, null for a null handle."""
         return self.Dup() if self else type(self)()
-
-    def clear(self) -> None:
-        """Delete all keys."""
-        if self:
-            self._inner.items.clear()
 
 
 def _key(key: str) -> str:
@@ -175,11 +139,6 @@ def _key(key: str) -> str:
     if not 0 < len(key) < MAX_INFO_KEY:
         raise MPIError(CLASSES["ERR_INFO_KEY"])
     return key
-
-
-def _pairs(items: Any) -> Iterable[tuple[str, str]]:
-    pairs: Iterable[tuple[str, str]] = items.items() if hasattr(items, "keys") else items
-    return pairs
 
 
 _LEVEL = "MPI_THREAD_MULTIPLE"

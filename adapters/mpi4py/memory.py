@@ -7,9 +7,12 @@ own memory, with the format of its elements. The object may have the buffer prot
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
 import operator
 import warnings
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +24,7 @@ from collective.memory import dlpack
 from .exceptions import refuse
 from .handles import Constant
 
-__all__ = ["Bytes", "address_of", "buffer", "bytes_of", "described", "has_memory", "raw"]
+__all__ = ["Bytes", "address_of", "buffer", "bytes_of", "described", "raw"]
 
 #: A flat array of bytes.
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -43,23 +46,6 @@ def address_of(array: np.ndarray[Any, Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def has_memory(obj: object) -> bool:
-    """Return whether an object has memory that a message can be in."""
-    if isinstance(obj, (np.ndarray, bytes, bytearray, memoryview)) or obj is None:
-        return True
-    if isinstance(obj, Constant) or hasattr(obj, "__cuda_array_interface__"):
-        return True
-    if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
-        return True
-    try:
-        memoryview(obj)  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    except BufferError:
-        return True
-    return True
-
-
 def bytes_of(obj: Any, writable: bool) -> Bytes:
     """Return the memory of an object as bytes. See :func:`described`."""
     return described(obj, writable)[0]
@@ -78,7 +64,12 @@ def described(obj: Any, writable: bool) -> tuple[Bytes, str]:
     try:
         view = memoryview(obj)
     except TypeError:
-        return _of_interface(obj, writable)
+        if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
+            return _of_dlpack(obj, writable)
+        if hasattr(obj, "__cuda_array_interface__"):
+            return _of_cuda_interface(obj, writable)
+        text = f"message: expecting buffer or list/tuple, not {type(obj).__name__}"
+        raise TypeError(text) from None
     except ValueError as error:  # NumPy: the dtype has no format
         raise BufferError(str(error)) from None
     if writable and view.readonly:
@@ -96,15 +87,6 @@ def described(obj: Any, writable: bool) -> tuple[Bytes, str]:
     return array.T.reshape(-1).view(np.uint8), view.format or "B"
 
 
-def _of_interface(obj: Any, writable: bool) -> tuple[Bytes, str]:
-    """Return memory that DLPack or ``__cuda_array_interface__`` describes."""
-    if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
-        return _of_dlpack(obj, writable)
-    if hasattr(obj, "__cuda_array_interface__"):
-        return _of_cuda_interface(obj, writable)
-    raise TypeError(f"message: expecting buffer or list/tuple, not {type(obj).__name__}")
-
-
 def _of_dlpack(obj: Any, writable: bool) -> tuple[Bytes, str]:
     kind, _ = map(operator.index, obj.__dlpack_device__())
     options = {} if kind == dlpack.CPU else {"stream": -1}
@@ -116,15 +98,13 @@ def _of_dlpack(obj: Any, writable: bool) -> tuple[Bytes, str]:
         lent = dlpack.take(capsule, _element)
     except CollectiveError as error:
         raise BufferError(f"message: {error}") from None
-    nbytes = _contiguous(lent.shape, lent.strides, lent.dtype.itemsize)
-    if writable and not lent.writeable:
-        raise BufferError("message: the array is read-only")
-    _refuse_gpu(lent.address, nbytes)
     # The deleter may use memory of the lender and of the capsule, so it runs first: a tuple drops
     # its last item first.
     owner = obj, capsule, lent.owner
-    char = lent.dtype.storage.char
-    return raw(lent.address, nbytes, owner), "B" if char == "V" else char
+    dtype = lent.dtype.storage
+    memory = _lent(lent.address, lent.shape, lent.strides, dtype.itemsize, owner)
+    memory.flags.writeable = lent.writeable
+    return described(memory, writable)[0], "B" if dtype.kind == "V" else dtype.char
 
 
 def _element(tensor: Any) -> DType:
@@ -160,38 +140,33 @@ def _of_cuda_interface(obj: Any, writable: bool) -> tuple[Bytes, str]:
             stacklevel=2,
         )
     itemsize = int(text[2:]) * (4 if text[1] == "U" else 1)
-    nbytes = _contiguous(shape, strides, itemsize)
-    if writable and readonly:
-        raise BufferError("message: the array is read-only")
+    memory = _lent(address, shape, strides, itemsize, obj)
+    memory.flags.writeable = not readonly
+    return described(memory, writable)[0], "B" if text[1] == "V" else text[1:]
+
+
+def _lent(address: int, shape: Any, strides: Any, itemsize: int, owner: Any) -> Any:
+    """Return an array of another library, with elements of so many bytes."""
+    nbytes = max(0, math.prod(shape) * itemsize)
     _refuse_gpu(address, nbytes)
-    return raw(address, nbytes, obj), "B" if text[1] == "V" else text[1:]
+    memory, dtype = raw(address, nbytes, owner), np.dtype((np.void, itemsize))
+    try:
+        return np.ndarray(shape, dtype, memory, strides=tuple(strides) if strides else None)
+    except ValueError as error:  # a negative extent, or strides of an array with gaps
+        raise BufferError(f"message: no contiguous array: {error}; send a copy") from None
 
 
-def _contiguous(shape: Any, strides: Any, itemsize: int) -> int:
-    """Return the length of an array in bytes, if it is contiguous in C's or Fortran's order."""
-    nbytes = itemsize
-    for extent in shape:
-        if extent < 0:
-            raise BufferError(f"message: the array has a negative extent: {shape}")
-        nbytes *= extent
-    if not strides or not nbytes:
-        return nbytes
-    for order in (1, -1):
-        step = itemsize
-        for extent, stride in list(zip(shape, strides))[::-order]:
-            if extent > 1 and stride != step:
-                break
-            step *= extent
-        else:
-            return nbytes
-    raise BufferError("message: the array is not contiguous; send a contiguous copy")
+@cache
+def _has_driver() -> bool:
+    """Return whether there is a driver. Without one, all memory is the host's."""
+    with contextlib.suppress(CollectiveError):
+        cuda.owner_of(0)
+        return True
+    return False
 
 
 def _refuse_gpu(address: int, nbytes: int) -> None:
-    try:
-        ordinal = cuda.owner_of(address) if nbytes else None
-    except Exception:  # without a driver, all memory is the host's
-        return
+    ordinal = cuda.owner_of(address) if nbytes and _has_driver() else None
     if ordinal is not None:
         refuse(
             f"a message in memory of GPU {ordinal}",
@@ -229,9 +204,7 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):
             raise ValueError(f"allocate: negative length {nbytes}")
         # At least one byte, so that the memory has an address.
         memory = np.zeros(max(nbytes, 1), np.uint8)[:nbytes]
-        array: buffer = memory.view(buffer)
-        array.obj = memory
-        return array
+        return _buffer(memory, memory)
 
     @staticmethod
     def frombuffer(obj: Any, readonly: bool = False) -> buffer:
@@ -242,11 +215,7 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):
             memory = bytes_of(obj, False)
         except TypeError:
             raise TypeError(f"buffer: {type(obj).__name__} has no memory") from None
-        array: buffer = memory.view(buffer)
-        array.obj = obj
-        if readonly:
-            array.flags.writeable = False
-        return array
+        return _buffer(memory, obj, readonly)
 
     @staticmethod
     def fromaddress(address: int, nbytes: int, readonly: bool = False) -> buffer:
@@ -255,10 +224,7 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):
             raise ValueError(f"fromaddress: negative length {nbytes}")
         if nbytes and not address:
             raise ValueError("fromaddress: null address with a length")
-        array = raw(address, nbytes).view(buffer)
-        if readonly:
-            array.flags.writeable = False
-        return array
+        return _buffer(raw(address, nbytes), None, readonly)
 
     @property
     def address(self) -> int:
@@ -290,10 +256,7 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):
 
     def toreadonly(self) -> buffer:
         """Return the same memory, read-only."""
-        array = self.view()
-        array.obj = self.obj
-        array.flags.writeable = False
-        return array
+        return _buffer(self, self.obj, True)
 
     def release(self) -> None:
         """Let the memory go; the buffer is empty then."""
@@ -329,3 +292,11 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):
         return len(self) > 0
 
     __hash__ = None
+
+
+def _buffer(memory: Bytes, obj: Any, readonly: bool = False) -> buffer:
+    array: buffer = memory.view(buffer)
+    array.obj = obj
+    if readonly:
+        array.flags.writeable = False
+    return array

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from .datatypes import Datatype, Layout
+from .datatypes import handle_of
 from .exceptions import CLASSES, MPIError
-from .handles import Handle, Inner
+from .handles import Handle, Inner, reader
+from .layouts import Layout, Piece
 from .memory import Bytes, buffer
-from .messages import Piece, simple
+from .messages import simple
 
 __all__ = ["OPERATORS", "OP_NULL", "SUM", "Op", "fold"]
 
@@ -36,7 +37,6 @@ class Operator(Inner):
         self, on_objects: _Fold, on_arrays: _Fold | None, commutative: bool = True, core: str = "",
         function: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
         self.on_objects = on_objects
         self.on_arrays = on_arrays
         self.commutative = commutative
@@ -58,7 +58,7 @@ class Op(Handle, kind=True):
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self and self._inner.function is not None:
-            return _recreated, (type(self), self._inner.function, self._inner.commutative)
+            return type(self).Create, (self._inner.function, self._inner.commutative)
         return super().__reduce__()
 
     @classmethod
@@ -77,17 +77,10 @@ class Op(Handle, kind=True):
 
         return cls._of(Operator(on_objects, None, bool(commute), "", function))
 
-    def Free(self) -> None:
-        """Clear the handle."""
-        if self._live.constant is not None:
-            raise MPIError(CLASSES["ERR_OP"])
-        self._inner = None
-
-    def Is_commutative(self) -> bool:
-        """Return whether the order of the inputs does not matter."""
-        return bool(self._live.commutative)
-
-    is_commutative = property(Is_commutative)
+    Free = Handle._free
+    Is_commutative, is_commutative = reader(
+        lambda operator: operator.commutative, "whether the order of the inputs does not matter"
+    )
     is_predefined = property(lambda self: self._inner is None or self._inner.function is None)
 
     def Reduce_local(self, inbuf: Any, inoutbuf: Any) -> None:
@@ -97,10 +90,6 @@ class Op(Handle, kind=True):
         result = target.packed().copy()
         fold(self._live, source.packed(), result, target)
         target.unpack(result)
-
-
-def _recreated(cls: Any, function: Callable[..., Any], commute: bool) -> Any:
-    return cls.Create(function, commute)
 
 
 def check_alike(source: Piece, target: Piece) -> None:
@@ -150,9 +139,8 @@ def fold(op: Operator, lower: Bytes, higher: Bytes, piece: Piece) -> None:
 
 
 def _call(op: Operator, lower: Bytes, higher: Bytes, layout: Layout) -> None:
-    handle = layout.constant if layout.constant is not None else Datatype._of(layout)
     assert op.function is not None
-    op.function(lower.view(buffer), higher.view(buffer), handle)
+    op.function(lower.view(buffer), higher.view(buffer), handle_of(layout))
 
 
 def _logical(function: _Fold) -> _Fold:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .memory import buffer
 
-__all__ = ["Pickle", "dumps", "loads", "pickle"]
+__all__ = ["Pickle", "loads", "pickle"]
 
 
 _THRESHOLD = 256 * 1024
@@ -28,24 +28,20 @@ class Pickle:
         self, dumps: Callable[..., bytes] | None = None, loads: Callable[..., Any] | None = None,
         protocol: int | None = None, threshold: int | None = None,
     ) -> None:  # fmt: skip
-        self._dumps = dumps
-        self._loads = loads
-        plain = dumps is None or dumps is python.dumps
-        highest = python.HIGHEST_PROTOCOL if plain else None
-        self.PROTOCOL = highest if protocol is None and dumps is None else protocol
+        self._dumps, self._loads = dumps or python.dumps, loads or python.loads
+        highest = python.HIGHEST_PROTOCOL if dumps is None else None
+        self.PROTOCOL = highest if protocol is None else protocol
         self.THRESHOLD: int | None = _THRESHOLD if threshold is None else threshold
 
     def dumps(self, obj: Any) -> bytes:
         """Return an object as bytes."""
-        if self._dumps is None:
-            return python.dumps(obj, self.PROTOCOL)
         if self.PROTOCOL is None:
             return self._dumps(obj)
         return self._dumps(obj, self.PROTOCOL)
 
     def loads(self, data: Any) -> Any:
         """Return the object of bytes."""
-        return python.loads(data) if self._loads is None else self._loads(data)
+        return self._loads(data)
 
     def dumps_oob(self, obj: Any) -> tuple[bytes, list[buffer]]:
         """Return an object as bytes, and its long buffers beside them."""
@@ -58,25 +54,18 @@ class Pickle:
             buffers.append(buffer(raw))
             return False
 
-        dumps = python.dumps if self._dumps is None else self._dumps
         protocol = self.PROTOCOL
         if protocol is None or 0 <= protocol < 5:
             protocol = 5
-        return dumps(obj, protocol, buffer_callback=keep_in), buffers
+        return self._dumps(obj, protocol, buffer_callback=keep_in), buffers
 
     def loads_oob(self, data: Any, buffers: Iterable[Any]) -> Any:
         """Return the object of bytes, and of buffers beside them."""
-        loads = python.loads if self._loads is None else self._loads
-        return loads(data, buffers=buffers)
+        return self._loads(data, buffers=buffers)
 
 
 #: The functions that the calls on objects use.
 pickle = Pickle()
-
-
-def dumps(obj: Any) -> bytes:
-    """Return an object as bytes, by ``MPI.pickle``."""
-    return pickle.dumps(obj)
 
 
 def loads(data: Any) -> Any:

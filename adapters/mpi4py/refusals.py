@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
-from .exceptions import CLASSES, refuse
+from .exceptions import CLASSES, refusing
 from .handles import Handle
 
 __all__ = ["File", "Session", "Win", "refusing"]
-
-
-def refusing(what: str, why: str, instead: str) -> Any:
-    """Return a function that refuses whatever its arguments."""
-
-    def function(*args: Any, **options: Any) -> NoReturn:
-        refuse(what, why, instead)
-
-    function.__name__ = what.rpartition(".")[2]
-    function.__doc__ = f"Refuse: {why}."
-    return function
 
 
 class Win(Handle, kind=True):

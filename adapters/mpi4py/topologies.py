@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from . import communicators
-from .communicators import COMM_NULL, Comm, Intracomm, _between, _modes
-from .exceptions import CLASSES, MPIError
+import collective
+
+from .collectives import Read, pickles
+from .communicators import Comm, Intracomm
+from .exceptions import CLASSES, TRANSLATED, MPIError
 from .groups import PROC_NULL, UNDEFINED
+from .handles import reader
 from .info import INFO_NULL, Info
-from .messages import Piece, blocks_of, simple, vector, vector_of_types
+from .messages import equal, simple, vector, vector_of_types
+from .operations import Operation
+from .requests import forms
 
 __all__ = ["Cartcomm", "Compute_dims", "Distgraphcomm", "Graphcomm", "Topocomm"]
 
@@ -19,10 +26,8 @@ GRAPH, CART, DIST_GRAPH = 1, 2, 3
 UNWEIGHTED, WEIGHTS_EMPTY = 10, 11
 
 
-class _Cart(NamedTuple):
-    dims: list[int]
-    periods: list[bool]
-    kind: int = CART
+class _Cart(collective.Grid[Any]):
+    kind = CART
 
 
 class _Graph(NamedTuple):
@@ -41,24 +46,30 @@ class _Distributed(NamedTuple):
 def Compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
     """Return a grid of ``nnodes`` ranks, as even as can be; given dimensions stay."""
     grid = [0] * dims if isinstance(dims, int) else [int(dim) for dim in dims]
-    fixed = prod(dim for dim in grid if dim)
-    if any(dim < 0 for dim in grid) or nnodes < 1 or nnodes % fixed:
-        raise MPIError(CLASSES["ERR_DIMS"], f"Compute_dims: {nnodes} ranks in {grid}")
-    free = [i for i, dim in enumerate(grid) if not dim]
-    if not free and fixed != nnodes:
-        raise MPIError(CLASSES["ERR_DIMS"], f"Compute_dims: {nnodes} ranks in {grid}")
-    sizes, rest, factor = [1] * len(free), nnodes // fixed, 2
-    factors = []
-    while rest > 1:
-        while rest % factor == 0:
-            factors.append(factor)
-            rest //= factor
-        factor = factor + 1 if factor * factor <= rest else max(rest, factor + 1)
-    for factor in reversed(factors):
-        sizes[sizes.index(min(sizes))] *= factor
-    for i, size in zip(free, sorted(sizes, reverse=True)):
-        grid[i] = size
-    return grid
+    if nnodes > 0 and all(dim >= 0 for dim in grid):
+        with contextlib.suppress(collective.InvalidArgumentError):
+            ranks = SimpleNamespace(rank=0, size=nnodes)
+            return list(_Cart(ranks, [dim or None for dim in grid]).shape)
+    raise MPIError(CLASSES["ERR_DIMS"], f"Compute_dims: {nnodes} ranks in {grid}")
+
+
+def _gathering(read: Read) -> Any:
+    def prepare(self: Topocomm, sendbuf: Any, recvbuf: Any) -> Operation:
+        """Send a buffer to all neighbours, and put theirs together."""
+        piece = simple(sendbuf, False)
+        sends = [(target, piece) for target in self.outedges]
+        return self._moving(*self._among(sends, read(recvbuf, True, self.indegree)))
+
+    return forms(prepare)
+
+
+def _exchanging(read: Read) -> Any:
+    def prepare(self: Topocomm, sendbuf: Any, recvbuf: Any) -> Operation:
+        """Exchange parts with all neighbours."""
+        sends = zip(self.outedges, read(sendbuf, False, self.outdegree))
+        return self._moving(*self._among(sends, read(recvbuf, True, self.indegree)))
+
+    return forms(prepare)
 
 
 class Topocomm(Intracomm):
@@ -79,60 +90,31 @@ class Topocomm(Intracomm):
         """Return sources and destinations; several edges to one rank are several entries."""
         raise NotImplementedError
 
-    degrees = property(lambda self: (len(self._sides()[0]), len(self._sides()[1])))
-    indegree = property(lambda self: len(self._sides()[0]))
-    outdegree = property(lambda self: len(self._sides()[1]))
+    degrees = property(lambda self: (self.indegree, self.outdegree))
+    indegree = property(lambda self: len(self.inedges))
+    outdegree = property(lambda self: len(self.outedges))
     inoutedges = property(lambda self: self._sides())
     inedges = property(lambda self: self._sides()[0])
     outedges = property(lambda self: self._sides()[1])
 
-    def _arrivals(self, count: int) -> Sequence[int]:
-        return range(count)
+    def _arrivals(self) -> Sequence[int]:
+        """Return the indices of the sources in the order in which their messages arrive."""
+        return range(self.indegree)
 
-    def _neighbours(self, outgoing: Sequence[Piece], incoming: Sequence[Piece]) -> Any:
-        sources, targets = self._sides()
-        order = [i for i in self._arrivals(len(sources)) if sources[i] != PROC_NULL]
-        sent = [i for i, target in enumerate(targets) if target != PROC_NULL]
-        return _between(
-            [outgoing[i] for i in sent], [targets[i] for i in sent],
-            [incoming[i] for i in order], [sources[i] for i in order],
-        )  # fmt: skip
+    def _among(self, sends: Iterable[tuple[int, Any]], items: Sequence[Any]) -> tuple[Any, Any]:
+        """Return ranks with what is sent, and sources with their items, both without PROC_NULL."""
+        sources = self.inedges
+        receives = [(sources[i], items[i]) for i in self._arrivals()]
+        return tuple(  # type: ignore[return-value]
+            [(rank, item) for rank, item in pairs if rank != PROC_NULL]
+            for pairs in (sends, receives)
+        )
 
-    def _Neighbor_allgather(self, sendbuf: Any, recvbuf: Any) -> Any:
-        """Send a buffer to all neighbours, and put theirs together."""
-        n = self.indegree
-        incoming = blocks_of(simple(recvbuf, True, n), n)
-        return self._neighbours([simple(sendbuf, False)] * self.outdegree, incoming)
-
-    def _Neighbor_allgatherv(self, sendbuf: Any, recvbuf: Any) -> Any:
-        """Send a buffer to all neighbours, and put theirs of any length together."""
-        incoming = vector(recvbuf, True, self.indegree)
-        return self._neighbours([simple(sendbuf, False)] * self.outdegree, incoming)
-
-    def _Neighbor_alltoall(self, sendbuf: Any, recvbuf: Any) -> Any:
-        """Exchange equal parts with all neighbours."""
-        n, m = self.degrees
-        outgoing = blocks_of(simple(sendbuf, False, m), m)
-        return self._neighbours(outgoing, blocks_of(simple(recvbuf, True, n), n))
-
-    def _Neighbor_alltoallv(self, sendbuf: Any, recvbuf: Any) -> Any:
-        """Exchange parts of any length with all neighbours."""
-        n, m = self.degrees
-        return self._neighbours(vector(sendbuf, False, m), vector(recvbuf, True, n))
-
-    def _Neighbor_alltoallw(self, sendbuf: Any, recvbuf: Any) -> Any:
-        """Exchange parts with all neighbours, with a datatype for each."""
-        n, m = self.degrees
-        outgoing = vector_of_types(sendbuf, False, m)
-        return self._neighbours(outgoing, vector_of_types(recvbuf, True, n))
-
-    Neighbor_allgather, Ineighbor_allgather, Neighbor_allgather_init = _modes(_Neighbor_allgather)
-    Neighbor_allgatherv, Ineighbor_allgatherv, Neighbor_allgatherv_init = _modes(
-        _Neighbor_allgatherv
-    )
-    Neighbor_alltoall, Ineighbor_alltoall, Neighbor_alltoall_init = _modes(_Neighbor_alltoall)
-    Neighbor_alltoallv, Ineighbor_alltoallv, Neighbor_alltoallv_init = _modes(_Neighbor_alltoallv)
-    Neighbor_alltoallw, Ineighbor_alltoallw, Neighbor_alltoallw_init = _modes(_Neighbor_alltoallw)
+    Neighbor_allgather, Ineighbor_allgather, Neighbor_allgather_init = _gathering(equal)
+    Neighbor_allgatherv, Ineighbor_allgatherv, Neighbor_allgatherv_init = _gathering(vector)
+    Neighbor_alltoall, Ineighbor_alltoall, Neighbor_alltoall_init = _exchanging(equal)
+    Neighbor_alltoallv, Ineighbor_alltoallv, Neighbor_alltoallv_init = _exchanging(vector)
+    Neighbor_alltoallw, Ineighbor_alltoallw, Neighbor_alltoallw_init = _exchanging(vector_of_types)
 
     def neighbor_allgather(self, sendobj: Any) -> list[Any]:
         """Send an object to all neighbours, and return theirs."""
@@ -140,16 +122,12 @@ class Topocomm(Intracomm):
 
     def neighbor_alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
         """Send an object to each neighbour, and return theirs."""
-        sources, targets = self._sides()
-        objects = communicators._as_many(sendobj, len(targets))
-        order = [i for i in self._arrivals(len(sources)) if sources[i] != PROC_NULL]
-        sent = [i for i, target in enumerate(targets) if target != PROC_NULL]
-        received = self._swap(
-            [objects[i] for i in sent], [sources[i] for i in order], [targets[i] for i in sent]
-        )
-        result = [None] * len(sources)
-        for i, value in zip(order, received):
-            result[i] = value
+        data = zip(self.outedges, pickles(sendobj, self.outdegree))
+        sends, receives = self._among(data, range(self.indegree))
+        result = [None] * self.indegree
+        received = self._swap(sends, [source for source, _ in receives])
+        for (_, index), value in zip(receives, received):
+            result[index] = value
         return result
 
 
@@ -159,77 +137,64 @@ class Cartcomm(Topocomm):
     __slots__ = ()
     _topology = _Cart
 
-    def Get_dim(self) -> int:
-        """Return the number of dimensions."""
-        return len(self._live.topology.dims)
-
-    def Get_topo(self) -> tuple[list[int], list[int], list[int]]:
-        """Return dimensions, whether each is periodic, and this rank's coordinates."""
-        topology = self._live.topology
-        periods = [int(period) for period in topology.periods]
-        return list(topology.dims), periods, self.Get_coords(self.rank)
-
-    dim = ndim = property(Get_dim)
-    topo = property(Get_topo)
-    dims = property(lambda self: self.Get_topo()[0])
-    periods = property(lambda self: self.Get_topo()[1])
-    coords = property(lambda self: self.Get_topo()[2])
+    Get_dim, dim = reader(lambda context: len(context.topology.shape), "the number of dimensions")
+    Get_topo, topo = reader(
+        lambda context: (
+            list(context.topology.shape), list(map(int, context.topology.periodic)),
+            list(context.topology.coords),
+        ),
+        "dimensions, whether each is periodic, and this rank's coordinates",
+    )  # fmt: skip
+    ndim = dim
+    dims = property(lambda self: self.topo[0])
+    periods = property(lambda self: self.topo[1])
+    coords = property(lambda self: self.topo[2])
 
     def Get_cart_rank(self, coords: Sequence[int]) -> int:
         """Return the rank at coordinates."""
-        dims, periods = self._live.topology[:2]
-        rank = 0
-        for coord, dim, period in zip(coords, dims, periods):
-            if not period and not 0 <= coord < dim:
-                raise MPIError(CLASSES["ERR_ARG"], f"coordinate {coord} of {dim}")
-            rank = rank * dim + coord % dim
+        with TRANSLATED:
+            rank = int(self._live.topology.rank_at(list(coords)))
+        if rank == collective.NULL:
+            raise MPIError(CLASSES["ERR_ARG"], f"coordinates {coords} of {self.dims}")
         return rank
 
     def Get_coords(self, rank: int) -> list[int]:
         """Return the coordinates of a rank."""
-        if not 0 <= rank < self.size:
-            raise MPIError(CLASSES["ERR_RANK"])
-        coords = []
-        for dim in reversed(self._live.topology.dims):
-            rank, coord = divmod(rank, dim)
-            coords.append(coord)
-        return coords[::-1]
+        with TRANSLATED:
+            return list(self._live.topology.coords_of(rank))
 
     def Shift(self, direction: int, disp: int) -> tuple[int, int]:
         """Return source and destination of a shift along a dimension."""
         if not 0 <= direction < self.dim:
             raise MPIError(CLASSES["ERR_DIMS"])
-        return self._moved(direction, -disp), self._moved(direction, disp)
-
-    def _moved(self, direction: int, disp: int) -> int:
-        coords = self.Get_coords(self.rank)
-        coords[direction] += disp
-        dims, periods = self._live.topology[:2]
-        if not periods[direction] and not 0 <= coords[direction] < dims[direction]:
-            return PROC_NULL
-        return self.Get_cart_rank(coords)
+        source, target = self._live.topology.neighbours(direction, disp)
+        return _or_null(source), _or_null(target)
 
     def _sides(self) -> tuple[list[int], list[int]]:
         ranks = [rank for direction in range(self.dim) for rank in self.Shift(direction, 1)]
         return ranks, list(ranks)
 
-    def _arrivals(self, count: int) -> Sequence[int]:
+    def _arrivals(self) -> Sequence[int]:
         # A message to the lower neighbour arrives from its upper one. If both are one rank, its
         # first message is to its lower neighbour.
-        return [i ^ 1 for i in range(count)]
+        return [i ^ 1 for i in range(self.indegree)]
 
     def Sub(self, remain_dims: Sequence[bool]) -> Any:
         """Return the communicator of the ranks that differ in some dimensions only."""
-        dims, periods = self._live.topology[:2]
-        coords = self.coords
+        dims, periods, coords = self.topo
         color = 0
         for dim, coord, remains in zip(dims, coords, remain_dims):
             color = color if remains else color * dim + coord
         part = self.Split(color, self.rank)
         kept = [i for i, remains in enumerate(remain_dims) if remains]
         part._inner.kind = Cartcomm
-        part._inner.topology = _Cart([dims[i] for i in kept], [periods[i] for i in kept])
+        periodic = [bool(periods[i]) for i in kept]
+        part._inner.topology = _Cart(part._inner, [dims[i] for i in kept], periodic)
         return Cartcomm._of(part._inner)
+
+
+def _or_null(rank: int) -> int:
+    return PROC_NULL if rank == collective.NULL else rank
 
 
 class Graphcomm(Topocomm):
@@ -238,26 +203,22 @@ class Graphcomm(Topocomm):
     __slots__ = ()
     _topology = _Graph
 
-    def Get_dims(self) -> tuple[int, int]:
-        """Return the numbers of nodes and edges."""
-        topology = self._live.topology
-        return len(topology.ends), len(topology.edges)
-
-    def Get_topo(self) -> tuple[list[int], list[int]]:
-        """Return where each node's edges end in the list of edges, and that list."""
-        topology = self._live.topology
-        return list(topology.ends), list(topology.edges)
-
-    dims = property(Get_dims)
-    topo = property(Get_topo)
-    nnodes = property(lambda self: self.Get_dims()[0])
-    nedges = property(lambda self: self.Get_dims()[1])
-    index = property(lambda self: self.Get_topo()[0])
-    edges = property(lambda self: self.Get_topo()[1])
+    Get_dims, dims = reader(
+        lambda context: (len(context.topology.ends), len(context.topology.edges)),
+        "the numbers of nodes and edges",
+    )
+    Get_topo, topo = reader(
+        lambda context: (list(context.topology.ends), list(context.topology.edges)),
+        "where each node's edges end in the list of edges, and that list",
+    )
+    nnodes = property(lambda self: self.dims[0])
+    nedges = property(lambda self: self.dims[1])
+    index = property(lambda self: self.topo[0])
+    edges = property(lambda self: self.topo[1])
 
     def Get_neighbors(self, rank: int) -> list[int]:
         """Return the neighbours of a rank."""
-        index, edges = self._live.topology[:2]
+        index, edges = self.topo
         return list(edges[index[rank - 1] if rank else 0 : index[rank]])
 
     def Get_neighbors_count(self, rank: int) -> int:
@@ -304,17 +265,17 @@ def Create_cart(self: Any, dims: Sequence[int], periods: Any = None, reorder: bo
     size = prod(grid)
     if any(dim < 0 for dim in grid) or size > self.size:
         raise MPIError(CLASSES["ERR_DIMS"], f"Create_cart: {grid} of {self.size} ranks")
-    topology = _Cart(grid, [bool(period) for period in periods])
-    return _with(self, size, topology, Cartcomm)
+    periodic = [bool(period) for period in periods]
+    return _with(self, size, lambda context: _Cart(context, grid, periodic), Cartcomm)
 
 
-def _with(comm: Any, size: int, topology: Any, kind: Any) -> Any:
-    """Return a communicator of the first ranks with a topology."""
+def _with(comm: Any, size: int, topology: Callable[[Any], Any], kind: Any) -> Any:
+    """Return a communicator of the first ranks with the topology that its context gets."""
     _, number = comm._agree()
-    made = comm._child(range(size), number, kind)
-    if made:
-        made._inner.topology = topology
-    return made if made else COMM_NULL
+    part = comm._child(range(size), number, kind)
+    if part:
+        part._inner.topology = topology(part._inner)
+    return part
 
 
 def Create_graph(
@@ -327,7 +288,7 @@ def Create_graph(
     topology = _Graph(ends, targets)
     if len(topology.ends) > self.size:
         raise MPIError(CLASSES["ERR_ARG"], f"Create_graph: {len(index)} nodes")
-    return _with(self, len(topology.ends), topology, Graphcomm)
+    return _with(self, len(topology.ends), lambda _: topology, Graphcomm)
 
 
 def Create_dist_graph_adjacent(
@@ -340,7 +301,7 @@ def Create_dist_graph_adjacent(
     weights = _weights(sourceweights, len(sources)), _weights(destweights, len(destinations))
     weighted = None if None in weights else weights
     topology = _Distributed(sources, destinations, weighted)  # type: ignore[arg-type]
-    return _with(self, self.size, topology, Distgraphcomm)
+    return _with(self, self.size, lambda _: topology, Distgraphcomm)
 
 
 def _weights(weights: Any, count: int) -> list[int] | None:
@@ -374,7 +335,7 @@ def Create_dist_graph(
     theirs = [(t, w) for s, t, w in everywhere if s == self.rank]
     both = ([w for _, w in mine], [w for _, w in theirs]) if weighted else None
     topology = _Distributed([s for s, _ in mine], [t for t, _ in theirs], both)
-    return _with(self, self.size, topology, Distgraphcomm)
+    return _with(self, self.size, lambda _: topology, Distgraphcomm)
 
 
 def Cart_map(self: Any, dims: Sequence[int], periods: Any = None) -> int:

@@ -124,6 +124,18 @@ def check_mail_probe(comm: Communicator) -> None:
         comm.barrier()
 
 
+@on_each_rank(needs=_needs_mail)
+def check_mail_wants_answer(comm: Communicator) -> None:
+    """Check that a receive tells whether its sender waits for an answer, whatever it names."""
+    mail, right, left = comm.inner.mail, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for tag in (3, ANY_TAG):
+        sends = [mail.send(b"x", right, 3, asks) for asks in (True, False)]
+        receives = [mail.receive(None, left, tag) for _ in sends]
+        mail.wait_all([*receives, *sends])
+        assert [mail.wants_answer(each) for each in receives] == [True, False]
+        assert [mail.status(each) for each in receives] == [(left, 3, 1)] * 2
+
+
 @on_each_rank(at_least=2, needs=_needs_mail)
 def check_mail_cancel(comm: Communicator) -> None:
     """Check that a cancelled receive gets nothing, and that one with a message stays."""

@@ -19,8 +19,8 @@ from collective.adapters.mpi4py import (
     handles,
     info,
     memory,
+    operations,
     operators,
-    packing,
     pickling,
     refusals,
     requests,
@@ -47,7 +47,7 @@ _OF_MODULES = {
     "Finalize Is_initialized Is_finalized Query_thread Is_thread_main Get_version "
     "Get_library_version Get_abi_version Get_abi_info Get_abi_fortran_info get_vendor "
     "Get_processor_name Get_hw_resource_info Wtime Wtick Pcontrol Alloc_mem Free_mem Get_address "
-    "Aint_add Aint_diff Attach_buffer Detach_buffer Flush_buffer Iflush_buffer Open_port "
+    "Aint_add Aint_diff Open_port "
     "Close_port Publish_name Unpublish_name Lookup_name Register_datarep _set_abort_status "
     "_comm_lock _comm_lock_table _commctx_intra _commctx_inter _typecode _typealign "
     "_datatype_create _datatype_decode _sizeof _addressof _handleof",
@@ -59,11 +59,10 @@ _OF_MODULES = {
     info: "Info INFO_NULL INFO_ENV MAX_INFO_KEY MAX_INFO_VAL",
     memory: "buffer",
     operators: "Op OP_NULL",
-    packing: "",
     pickling: "Pickle pickle",
     refusals: "Win WIN_NULL File FILE_NULL Session SESSION_NULL",
-    requests: "Request REQUEST_NULL Prequest Grequest Message MESSAGE_NULL MESSAGE_NO_PROC Status "
-    "ANY_SOURCE ANY_TAG",
+    operations: "Status ANY_SOURCE ANY_TAG",
+    requests: "Request REQUEST_NULL Prequest Grequest Message MESSAGE_NULL MESSAGE_NO_PROC",
     topologies: "Topocomm Cartcomm Graphcomm Distgraphcomm Compute_dims CART GRAPH DIST_GRAPH "
     "UNWEIGHTED WEIGHTS_EMPTY",
 }
@@ -77,6 +76,9 @@ globals().update(communicators.KEYVALS)
 globals().update({f"COMBINER_{name}": value for name, value in datatypes.COMBINERS.items()})
 
 Exception = exceptions.MPIError
+# The process and COMM_SELF have one buffer for buffered sends, which need none.
+Attach_buffer, Detach_buffer = COMM_SELF.Attach_buffer, COMM_SELF.Detach_buffer
+Flush_buffer, Iflush_buffer = COMM_SELF.Flush_buffer, COMM_SELF.Iflush_buffer
 ORDER_F = datatypes.ORDER_FORTRAN
 memory = memory.buffer  # type: ignore[assignment]
 _typedict, _typedict_c = datatypes.CODES, datatypes.CODES_C

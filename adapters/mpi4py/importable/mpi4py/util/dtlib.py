@@ -6,6 +6,8 @@ from typing import Any
 
 from numpy import dtype as _np_dtype
 
+from collective.adapters.mpi4py.datatypes import handle_of
+
 from .. import MPI
 
 __all__ = ["from_numpy_dtype", "to_numpy_dtype"]
@@ -62,10 +64,8 @@ def to_numpy_dtype(datatype: Any) -> Any:
     base, combiner, params = datatype.decode()
     if combiner == "DUP":
         return to_numpy_dtype(base)
-    if combiner in ("NAMED", "F90_INTEGER", "F90_REAL", "F90_COMPLEX"):
-        layout = datatype.typechar
-        if combiner == "NAMED" and layout == "V" and datatype.name.endswith("INT"):
-            return _pair(datatype)
+    blocks = datatype._live.blocks
+    if combiner[:3] == "F90" or (combiner == "NAMED" and not blocks):
         return _made(datatype.tocode() if _np_dtype is None else datatype.typestr)
     if combiner == "CONTIGUOUS":
         return _made((to_numpy_dtype(base), (params["count"],)))
@@ -79,45 +79,24 @@ def to_numpy_dtype(datatype: Any) -> Any:
         inner = to_numpy_dtype(base)
         if params["lb"] or inner.fields is None:
             raise ValueError("to_numpy_dtype: a resized element has no dtype")
-        return _structure(
-            [inner.fields[name][0] for name in inner.names],
-            [inner.fields[name][1] for name in inner.names], params["extent"], False,
-        )  # fmt: skip
-    if combiner == "STRUCT":
-        types, lengths = params["datatypes"], params["blocklengths"]
-        return _blocks(datatype, types, lengths, params["displacements"])
-    step = base.extent if combiner in ("VECTOR", "INDEXED", "INDEXED_BLOCK") else 1
-    if combiner in ("VECTOR", "HVECTOR"):
-        places = [i * params["stride"] * step for i in range(params["count"])]
-        lengths = [params["blocklength"]] * len(places)
-    elif combiner in ("INDEXED", "HINDEXED", "INDEXED_BLOCK", "HINDEXED_BLOCK"):
-        places = [place * step for place in params["displacements"]]
-        lengths = params.get("blocklengths") or [params["blocklength"]] * len(places)
-    else:
-        raise ValueError(f"to_numpy_dtype: {combiner} has no dtype")
-    return _blocks(datatype, [base] * len(places), lengths, places)
+        fields = [inner.fields[name] for name in inner.names]
+        places = [place for _, place in fields]
+        return _structure([form for form, _ in fields], places, params["extent"], False)
+    if combiner == "DARRAY":
+        raise ValueError("to_numpy_dtype: a distributed array has no dtype")
+    formats = []
+    for _, length, layout in blocks:
+        form = to_numpy_dtype(handle_of(layout))
+        formats.append(form if length == 1 else _made((form, (length,))))
+    places = [place for place, _, _ in blocks]
+    aligned = _np_dtype is None or all(
+        place % form.alignment == 0 for form, place in zip(formats, places)
+    )
+    return _structure(formats, places, datatype.extent, aligned)
 
 
 def _made(spec: Any) -> Any:
     return spec if _np_dtype is None else _np_dtype(spec)
-
-
-def _pair(datatype: Any) -> Any:
-    name = datatype.name.removeprefix("MPI_").removesuffix("_INT")
-    value = MPI.INT if name in ("2INT", "INT") else getattr(MPI, name)
-    place = max(value.extent, MPI.INT.extent)
-    return _structure([value.typestr, "i4"], [0, place], datatype.extent, True)
-
-
-def _blocks(datatype: Any, types: Any, lengths: Any, places: Any) -> Any:
-    formats = []
-    for element, length in zip(types, lengths):
-        form = to_numpy_dtype(element)
-        formats.append(form if length == 1 else _made((form, (length,))))
-    aligned = _np_dtype is None or all(
-        place % form.alignment == 0 for form, place in zip(formats, places)
-    )
-    return _structure(formats, list(places), datatype.extent, aligned)
 
 
 def _structure(formats: Any, offsets: Any, itemsize: int, aligned: bool) -> Any:

@@ -1,0 +1,383 @@
+"""What requests name: messages that are posted at once, and what follows them; ``MPI.Status``.
+
+No operation posts anything later than at its start. So an operation of this rank never waits for
+this rank to come back to it, except to move bytes, which every call does.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from collective.contract.mail import CANCELLED, OVER
+
+from .datatypes import CONSTANTS, Datatype
+from .exceptions import CLASSES, TRANSLATED, MPIError
+from .groups import UNDEFINED
+from .handles import Inner
+from .layouts import Piece
+
+__all__ = [
+    "ANY_SOURCE", "ANY_TAG", "EMPTY", "General", "Operation", "Status", "answer", "await_posted",
+    "flush", "idle", "keep", "progress", "wait_for",
+]  # fmt: skip
+
+ANY_SOURCE, ANY_TAG = -1, -1
+_Fields = tuple[int, int, int, int, bool]
+#: Source, tag, error, length, and whether it was cancelled: what a status without a message says.
+EMPTY: _Fields = (ANY_SOURCE, ANY_TAG, CLASSES["SUCCESS"], 0, False)
+
+
+def _field(index: int, kind: type, what: str) -> tuple[Any, Any, Any]:
+    """Return the functions that get and set a field of a status, and its property."""
+
+    def get(self: Any) -> Any:
+        return kind(self._fields[index])
+
+    def put(self: Any, value: int) -> None:
+        self._fields[index] = value
+
+    get.__doc__, put.__doc__ = f"Return {what}.", f"Set {what}."
+    return get, put, property(get, put)
+
+
+class Status:
+    """Source, tag, length and error of a message.
+
+    Args:
+        status: a status to copy.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "_fields")
+    _fields: array.array[int]
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, status: Status | None = None) -> None:
+        if status is not None and not isinstance(status, Status):
+            raise TypeError(f"Status: expected Status, got {type(status).__name__}")
+        self._fields = array.array("q", EMPTY if status is None else status._fields)
+
+    Get_source, Set_source, source = _field(0, int, "the rank of the sender")
+    Get_tag, Set_tag, tag = _field(1, int, "the tag")
+    Get_error, Set_error, error = _field(2, int, "the error code")
+    _, _, count = _field(3, int, "the length in bytes")
+    Is_cancelled, Set_cancelled, cancelled = _field(4, bool, "whether the message was cancelled")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Status) and self._fields == other._fields
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, int]:
+        names = ("source", "tag", "error", "count", "cancelled")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def Get_count(self, datatype: Datatype = CONSTANTS["BYTE"]) -> int:
+        """Return the number of elements, or ``UNDEFINED`` if it is not whole."""
+        return _whole(self.count, datatype._live.size)
+
+    def Get_elements(self, datatype: Datatype) -> int:
+        """Return the number of basic elements, or ``UNDEFINED``."""
+        layout = datatype._live
+        if layout.dtype is not None and layout.dtype.names is None:
+            return _whole(self.count, layout.dtype.itemsize)
+        parts = sum(count for _, count, _ in layout.blocks) or 1
+        whole, rest = divmod(self.count, layout.size or 1)
+        for _, count, child in layout.blocks if rest else []:
+            n = min(count, rest // (child.size or 1))
+            rest -= n * child.size
+            whole += n / parts
+        return UNDEFINED if rest else round(whole * parts)
+
+    def Set_elements(self, datatype: Datatype, count: int) -> None:
+        """Set the length to ``count`` elements."""
+        self.count = count * datatype._live.size
+
+    def tomemory(self) -> memoryview:
+        """Return the status's own memory."""
+        return memoryview(self._fields)
+
+    def py2f(self) -> list[int]:
+        """Return the fields."""
+        return list(self._fields)
+
+    @classmethod
+    def f2py(cls, arg: list[int]) -> Any:
+        """Return a status with these fields."""
+        status = cls()
+        status.put(arg)
+        return status
+
+    def put(self, fields: Iterable[int]) -> None:
+        """Set source, tag, error, length and whether the message was cancelled."""
+        self._fields[:] = array.array("q", fields)
+
+
+def _whole(count: int, size: int) -> int:
+    if not size:
+        return UNDEFINED if count else 0
+    return UNDEFINED if count % size else count // size
+
+
+class Operation(Inner):
+    """Messages that a call posts, and functions that follow once all are done.
+
+    Args:
+        plan: function of the operation that posts its messages; each start calls it.
+        mail: messages of a communicator; None if there are none.
+        tag: their tag.
+
+    Attributes:
+        active: whether a call waits for it, from its start on.
+        done: whether it is complete.
+        persistent: whether it can be started again.
+        result: a received object.
+        error: the exception that completed it.
+        fields: what its status says.
+        posted: the messages in flight.
+    """
+
+    # Most operations differ from these in little, and are made for each message.
+    persistent = False
+    active = False
+    done = False
+    result: Any = None
+    error: MPIError | None = None
+    fields: _Fields = EMPTY
+    # The receive that the status describes, and the messages that answer a synchronous send.
+    _received: Any = None
+    _answers: Any = None
+
+    def __init__(
+        self, plan: Callable[[Operation], object] | None = None, mail: Any = None, tag: int = 0
+    ) -> None:
+        self._plan = plan
+        self.mail = mail
+        self.tag = tag
+        self.posted: list[Any] = []
+        self._afterwards: list[Callable[[], Any]] = []
+
+    def start(self) -> Operation:
+        """Post the messages; return the operation."""
+        if self.active:
+            raise MPIError(CLASSES["ERR_REQUEST"], "Start: the request is active")
+        self.done, self.error = False, None
+        if self._plan is not None:
+            with TRANSLATED:
+                self._plan(self)
+        self.active = True
+        return self
+
+    def run(self, status: Status | None = None) -> Any:
+        """Post the messages, wait for them and fill a status; return the received object."""
+        self.start().wait()
+        return self.settle(status)
+
+    # -- what a plan calls -------------------------------------------------------------------
+
+    def send(self, data: Any, dst: int, asks: bool = False) -> None:
+        """Post a send of packed bytes, whose receiver answers if ``asks`` is true."""
+        self.posted.append(self.mail.send(data if len(data) else None, dst, self.tag, asks))
+
+    def receive(self, piece: Piece | None, src: int) -> Any:
+        """Post a receive into a piece; without one, ``data`` of the result has what comes."""
+        memory: Any = None if piece is None else piece.direct
+        if piece is not None and memory is None:  # the elements have gaps
+            memory = bytearray(piece.nbytes)
+            self.then(lambda: piece.unpack(memoryview(memory)[: posted.nbytes]))
+        if memory is not None and not len(memory):
+            memory = bytearray()
+        posted = self.mail.receive(memory, src, self.tag)
+        self.posted.append(posted)
+        return posted
+
+    def then(self, function: Callable[[], Any]) -> None:
+        """Call a function once all is done; the last one's result is the operation's."""
+        self._afterwards.append(function)
+
+    def follow(self, received: Any, answers: Any) -> None:
+        """Let the status describe a receive, and answer it if it is of a synchronous send."""
+        self._received, self._answers = received, answers
+        _outstanding[id(self)] = self
+
+    # -- what requests call ------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """Complete the operation if it can be without waiting; return whether it is complete."""
+        if not self.done and all(posted.done for posted in self.posted):
+            self._complete()
+        return self.done
+
+    def wait(self) -> None:
+        """Wait for the operation."""
+        if not self.advance():
+            if not self.posted or _outstanding.keys() - {id(self)}:
+                wait_for([self])
+            else:
+                self._complete()
+
+    def _complete(self) -> None:
+        self.done = True
+        _outstanding.pop(id(self), None)
+        try:
+            with TRANSLATED:
+                if self.posted:
+                    self.mail.wait_all(self.posted)
+                for function in self._afterwards:
+                    self.result = function()
+        except MPIError as error:
+            self.error = error
+        finally:
+            # Memory of the program stays no longer than needed.
+            self.posted, self._afterwards = [], []
+        received = self._received
+        if received is not None:
+            source, tag, nbytes = ANY_SOURCE, ANY_TAG, 0
+            if received.state in (OVER, CANCELLED):
+                source, tag, nbytes = self.mail.status(received)
+            code = self.error.ierr if self.error is not None else CLASSES["SUCCESS"]
+            self.fields = (source, tag, code, nbytes, received.state == CANCELLED)
+            answer(self.mail, self._answers, received)
+
+    def settle(self, status: Status | None) -> Any:
+        """Fill a status of the complete operation; return the received object, or raise."""
+        self.fill(status)
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+    def fill(self, status: Status | None) -> None:
+        """Fill a status of the complete operation."""
+        if status is not None:
+            status.put(self.fields)
+
+    def retire(self) -> None:
+        """Forget a complete operation."""
+
+    def cancel(self) -> None:
+        """Withdraw the receive if it has met no message."""
+        if self._received is not None and not self.done:
+            self.mail.cancel(self._received)
+
+
+class General(Operation):
+    """Operation that the program itself completes.
+
+    Args:
+        query, free, cancel: functions that fill its status, free it and cancel it, or None.
+        args, kwargs: further arguments of these functions.
+    """
+
+    active = True
+
+    def __init__(self, query: Any, free: Any, cancel: Any, args: Any, kwargs: Any) -> None:
+        super().__init__()
+        self._functions = query, free, cancel
+        self._arguments = tuple(args or ()), dict(kwargs or {})
+
+    def _call(self, function: Any, *first: Any) -> None:
+        if function is None:
+            return
+        args, kwargs = self._arguments
+        try:
+            function(*first, *args, **kwargs)
+        except BaseException as error:
+            traceback.print_exc(file=sys.stderr)
+            if isinstance(error, MPIError):
+                raise
+            raise MPIError(CLASSES["ERR_OTHER"]) from error
+
+    def advance(self) -> bool:
+        return self.done
+
+    def fill(self, status: Status | None) -> None:
+        status = Status() if status is None else status
+        status.put(EMPTY)
+        self._call(self._functions[0], status)
+
+    def retire(self) -> None:
+        self._call(self._functions[1])
+
+    def cancel(self) -> None:
+        self._call(self._functions[2], self.done)
+
+
+def idle(source: int = ANY_SOURCE) -> Operation:
+    """Return an operation without a message, from ``source`` as its status says."""
+    operation = Operation()
+    operation.fields = (source, *EMPTY[1:])
+    return operation
+
+
+def answer(mail: Any, answers: Any, received: Any) -> None:
+    """Answer the send of a received message if it is synchronous."""
+    if mail.wants_answer(received):
+        status = mail.status(received)
+        answers.send(None, status.source, status.tag)
+
+
+# Receives of messages of the program that are not complete. While this rank waits for something
+# else, it completes them, since another rank may wait for the answer.
+_outstanding: dict[int, Operation] = {}
+
+
+def await_posted(mail: Any, *posted: Any) -> None:
+    """Wait for messages, and meanwhile complete the receives that the program has begun."""
+    if _outstanding:
+        operation = Operation(None, mail)
+        operation.posted += posted
+        wait_for([operation])
+        operation.settle(None)
+    else:
+        mail.wait_all(posted)
+
+
+def progress(operations: Sequence[Operation]) -> None:
+    """Move what can move of these operations. Programs poll, so other ranks get the processor."""
+    os.sched_yield()
+    mail = next((operation.mail for operation in operations if operation.posted), None)
+    if mail is not None:
+        with TRANSLATED:
+            mail.progress()
+
+
+def wait_for(operations: Sequence[Operation], enough: Callable[[Any], bool] = all) -> None:
+    """Wait for all of some operations, or with ``enough=any`` for one."""
+    while True:
+        progress(operations)
+        waiting = [each for each in list(_outstanding.values()) if not each.advance()]
+        # The answer to an operation of this rank to itself may have come only now.
+        if enough([operation.advance() for operation in operations]):
+            return
+        waiting += [operation for operation in operations if not operation.done]
+        posted = [each for operation in waiting for each in operation.posted if not each.done]
+        if any(not operation.posted for operation in waiting):
+            time.sleep(0.0001)  # the program completes it, perhaps in another thread
+        elif posted:
+            with TRANSLATED:
+                waiting[0].mail.wait_any(posted)
+
+
+# Operations whose requests are freed, and buffered sends. Their memory must stay until they end.
+_unclaimed: list[Operation] = []
+
+
+def keep(operation: Operation) -> None:
+    """Keep an operation that nobody waits for until it ends."""
+    _unclaimed[:] = [kept for kept in [*_unclaimed, operation] if not kept.advance()]
+
+
+def flush() -> None:
+    """Wait for the operations that nobody waits for."""
+    while _unclaimed:
+        _unclaimed.pop().wait()

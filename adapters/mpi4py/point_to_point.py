@@ -1,0 +1,362 @@
+"""Messages between two ranks: the calls of ``MPI.Comm`` on buffers and on objects, and probes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from functools import partialmethod
+from typing import Any
+
+import numpy as np
+
+from collective.contract.mail import CANCELLED
+
+from .exceptions import CLASSES, TRANSLATED, MPIError
+from .groups import PROC_NULL
+from .handles import Handle
+from .layouts import Piece
+from .memory import bytes_of
+from .messages import NOTHING, simple
+from .operations import (
+    ANY_SOURCE,
+    ANY_TAG,
+    Operation,
+    Status,
+    answer,
+    await_posted,
+    flush,
+    idle,
+    keep,
+)
+from .pickling import loads, pickle
+from .requests import MESSAGE_NO_PROC, NO_PARTS, Matched, Message, Request, forms
+
+__all__ = ["TAG_UB", "PointToPoint"]
+
+TAG_UB = 2**31 - 1
+# Character codes of arrays that travel as they are.
+_PLAIN = "?bhilqBHILQefdgFDG"
+
+
+def _piece(buf: Any, peer: int, writable: bool) -> Piece:
+    return NOTHING if peer == PROC_NULL else simple(buf, writable)
+
+
+def _tag(tag: int, wild: bool = False) -> int:
+    if 0 <= tag <= TAG_UB or (wild and tag == ANY_TAG):
+        return tag
+    raise MPIError(CLASSES["ERR_TAG"], f"tag {tag} (expected 0 to {TAG_UB})")
+
+
+def _fill(status: Status | None, source: int, tag: int, nbytes: int) -> None:
+    if status is not None:
+        status.put((source, tag, CLASSES["SUCCESS"], nbytes, False))
+
+
+class PointToPoint(Handle):
+    """Methods of communicators that send, receive and probe."""
+
+    __slots__ = ()
+
+    def _peer(self, rank: int, wild: bool = False) -> int:
+        rank = int(rank)
+        if 0 <= rank < self._live.size or (wild and rank == ANY_SOURCE):
+            return rank
+        raise MPIError(CLASSES["ERR_RANK"], f"rank {rank} of {self._live.size}")
+
+    # -- what the forms of the calls do ------------------------------------------------------
+
+    def _sending(
+        self, packed: Callable[[], Any], dest: int, tag: int, synchronous: bool = False
+    ) -> Operation:
+        """Return a send of what ``packed`` returns; a synchronous one waits for its receive, too.
+
+        The receiver of a synchronous message answers with an empty message of the same tag, once
+        its receive is complete. As messages do not overtake each other, all earlier messages with
+        this tag have met their receives by then, too: it does not matter which answer is whose.
+        """
+        context = self._live
+        if dest == PROC_NULL:
+            return idle(PROC_NULL)
+        dest, tag = self._peer(dest), _tag(tag)
+
+        def plan(operation: Operation) -> None:
+            if synchronous:
+                operation.posted.append(context.answers.receive(bytearray(), dest, tag))
+            operation.send(packed(), dest, synchronous)
+
+        return Operation(plan, context.points, tag)
+
+    def _buffered(self, packed: Callable[[], Any], dest: int, tag: int) -> Operation:
+        """Return an operation that is complete once it has begun a send."""
+        sending = self._sending(packed, dest, tag)
+
+        def plan(operation: Operation) -> None:
+            keep(Operation(sending._plan, sending.mail, sending.tag).start())
+
+        return Operation(plan)
+
+    def _receiving(self, piece: Piece | None, source: int, tag: int) -> Operation:
+        """Return a receive into a piece, or of an object."""
+        context = self._live
+        if source == PROC_NULL:
+            return idle(PROC_NULL)
+        source, tag = self._peer(source, True), _tag(tag, True)
+
+        def plan(operation: Operation) -> None:
+            posted = operation.receive(piece, source)
+            operation.follow(posted, context.answers)
+            if piece is None:
+                operation.then(lambda: None if posted.state == CANCELLED else loads(posted.data))
+
+        return Operation(plan, context.points, tag)
+
+    @staticmethod
+    def _both(sending: Operation, receiving: Operation) -> Operation:
+        """Return an operation that is both a send and a receive, with the receive's status."""
+        if receiving.mail is None:  # from PROC_NULL
+            sending.fields = receiving.fields
+            return sending
+
+        def plan(operation: Operation) -> None:
+            receiving._plan(operation)  # type: ignore[misc]
+            operation.posted += sending.start().posted
+
+        return Operation(plan, receiving.mail, receiving.tag)
+
+    # -- buffers -----------------------------------------------------------------------------
+
+    def _Send(self, buf: Any, dest: int, tag: int = 0) -> Operation:
+        """Send a buffer."""
+        return self._sending(_piece(buf, dest, False).packed, dest, tag)
+
+    def _Ssend(self, buf: Any, dest: int, tag: int = 0) -> Operation:
+        """Send a buffer; complete once its receive has begun."""
+        return self._sending(_piece(buf, dest, False).packed, dest, tag, True)
+
+    def _Bsend(self, buf: Any, dest: int, tag: int = 0) -> Operation:
+        """Send a copy of a buffer."""
+        piece = _piece(buf, dest, False)
+        return self._buffered(lambda: piece.packed().copy(), dest, tag)
+
+    def _Recv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Operation:
+        """Receive into a buffer."""
+        return self._receiving(_piece(buf, source, True), source, tag)
+
+    def _Sendrecv(
+        self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,
+        source: int = ANY_SOURCE, recvtag: int = ANY_TAG,
+    ) -> Operation:  # fmt: skip
+        """Send one buffer and receive into another."""
+        sending = self._Send(sendbuf, dest, sendtag)
+        return self._both(sending, self._Recv(recvbuf, source, recvtag))
+
+    def _Sendrecv_replace(
+        self, buf: Any, dest: int, sendtag: int = 0, source: int = ANY_SOURCE,
+        recvtag: int = ANY_TAG,
+    ) -> Operation:  # fmt: skip
+        """Send a buffer and receive into the same."""
+        piece = NOTHING if dest == source == PROC_NULL else simple(buf, True)
+        data = piece.packed().copy()
+        sending = self._sending(lambda: data, dest, sendtag)
+        return self._both(sending, self._receiving(piece, source, recvtag))
+
+    _, Isend, Send_init = forms(_Send)
+    Ssend, Issend, Ssend_init = forms(_Ssend)
+    Bsend, Ibsend, Bsend_init = forms(_Bsend)
+    _, Irecv, Recv_init = forms(_Recv)
+    _, Isendrecv, _ = forms(_Sendrecv)
+    Sendrecv_replace, Isendrecv_replace, _ = forms(_Sendrecv_replace)
+    Psend_init = Precv_init = NO_PARTS
+
+    # -- plain arrays, which the engine takes as they are ------------------------------------
+
+    def _addressed(self, peer: Any, tag: Any, least: int = 0) -> Any:
+        """Return the context if peer and tag are plain numbers in their ranges, or None."""
+        context = self._inner
+        if (
+            context is not None
+            and type(peer) is type(tag) is int
+            and least <= peer < context.size
+            and least <= tag <= TAG_UB
+        ):
+            return context
+        return None
+
+    def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Send a buffer."""
+        context = self._addressed(dest, tag)
+        if context is not None and _is_plain(buf):
+            _give(context, buf, dest, tag)
+        else:
+            self._Send(buf, dest, tag).run()
+
+    def Recv(
+        self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> None:
+        """Receive into a buffer."""
+        context = self._addressed(source, tag, ANY_SOURCE)
+        if context is not None and _is_plain(buf, True):
+            _take(context, buf, source, tag, status)
+        else:
+            self._Recv(buf, source, tag).run(status)
+
+    def Sendrecv(
+        self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,
+        source: int = ANY_SOURCE, recvtag: int = ANY_TAG, status: Status | None = None,
+    ) -> None:  # fmt: skip
+        """Send one buffer and receive into another."""
+        context = self._addressed(dest, sendtag)
+        plain = _is_plain(sendbuf) and _is_plain(recvbuf, True)
+        if context is None or not plain or self._addressed(source, recvtag, ANY_SOURCE) is None:
+            self._Sendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag).run(status)
+            return
+        with TRANSLATED:
+            sent = context.points.send(sendbuf, dest, sendtag)
+        _take(context, recvbuf, source, recvtag, status, sent)
+
+    Rsend, Irsend, Rsend_init = Send, Isend, Send_init
+
+    # -- objects -----------------------------------------------------------------------------
+
+    def _send(self, obj: Any, dest: int, tag: int = 0) -> Operation:
+        """Send an object."""
+        return self._sending(lambda: pickle.dumps(obj), dest, tag)
+
+    def _ssend(self, obj: Any, dest: int, tag: int = 0) -> Operation:
+        """Send an object; complete once its receive has begun."""
+        return self._sending(lambda: pickle.dumps(obj), dest, tag, True)
+
+    def _bsend(self, obj: Any, dest: int, tag: int = 0) -> Operation:
+        """Send an object without waiting for its receiver."""
+        return self._buffered(lambda: pickle.dumps(obj), dest, tag)
+
+    def _recv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Operation:
+        """Receive an object. ``buf`` is not used."""
+        return self._receiving(None, source, tag)
+
+    def _sendrecv(
+        self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,
+        source: int = ANY_SOURCE, recvtag: int = ANY_TAG,
+    ) -> Operation:  # fmt: skip
+        """Send one object and receive another."""
+        sending = self._send(sendobj, dest, sendtag)
+        return self._both(sending, self._recv(recvbuf, source, recvtag))
+
+    _, isend, _ = forms(_send)
+    ssend, issend, _ = forms(_ssend)
+    bsend, ibsend, _ = forms(_bsend)
+    _, irecv, _ = forms(_recv)
+    sendrecv, _, _ = forms(_sendrecv)
+
+    def send(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Send an object."""
+        context = self._addressed(dest, tag)
+        if context is not None:
+            _give(context, pickle.dumps(obj), dest, tag)
+        else:
+            self._send(obj, dest, tag).run()
+
+    def recv(
+        self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG,
+        status: Status | None = None,
+    ) -> Any:  # fmt: skip
+        """Receive an object. ``buf`` is not used."""
+        if buf is not None:
+            warnings.warn("recv: the buffer is not used", UserWarning, stacklevel=2)
+        context = self._addressed(source, tag, ANY_SOURCE)
+        if context is None:
+            return self._recv(buf, source, tag).run(status)
+        return loads(_take(context, None, source, tag, status).data)
+
+    # -- probes ------------------------------------------------------------------------------
+
+    def _look(
+        self, call: str, source: int = ANY_SOURCE, tag: int = ANY_TAG,
+        status: Status | None = None,
+    ) -> Any:  # fmt: skip
+        """Look for a message.
+
+        Args:
+            call: the engine's call: ``probe``, after which the message stays, or ``match``, which
+                takes it; with an ``i`` before if it does not wait.
+            source, tag, status: of the message.
+
+        Returns:
+            Of ``probe`` and ``iprobe`` whether there is a message; of ``match`` and ``imatch`` the
+            ``Message`` or None.
+        """
+        context, takes = self._live, call.endswith("match")
+        if source == PROC_NULL:
+            _fill(status, PROC_NULL, ANY_TAG, 0)
+            return Message._of(MESSAGE_NO_PROC._inner) if takes else True
+        mail = context.points
+        with TRANSLATED:
+            message = getattr(mail, call)(self._peer(source, True), _tag(tag, True))
+        if message is None:
+            os.sched_yield()  # programs poll, and the sender may need this processor
+            return None if takes else False
+        _fill(status, *(mail.status(message) if takes else message))
+        return Message._of(Matched(context, message)) if takes else True
+
+    Probe = probe = partialmethod(_look, "probe")
+    Iprobe = iprobe = partialmethod(_look, "iprobe")
+    Mprobe = mprobe = partialmethod(_look, "match")
+    Improbe = improbe = partialmethod(_look, "imatch")
+
+    # -- buffered sends ----------------------------------------------------------------------
+
+    def Attach_buffer(self, buf: Any) -> None:
+        """Keep a buffer for buffered sends. They need none, and take what memory they need."""
+        bytes_of(buf, True)
+        self._live.attached = buf
+
+    def Detach_buffer(self) -> Any:
+        """Wait for buffered sends, and return the buffer."""
+        flush()
+        return self._live.__dict__.pop("attached", None)
+
+    def Flush_buffer(self) -> None:
+        """Wait for buffered sends."""
+        flush()
+
+    def Iflush_buffer(self) -> Request:
+        """Wait for buffered sends; the request is complete."""
+        flush()
+        return Request._of(idle().start())  # type: ignore[no-any-return]
+
+
+def _is_plain(buf: Any, writes: bool = False) -> bool:
+    """Return whether the engine can take a buffer as it is."""
+    if type(buf) is not np.ndarray or buf.dtype.char not in _PLAIN:
+        return False
+    return bool(buf.flags.carray if writes else buf.flags.c_contiguous)
+
+
+def _give(context: Any, data: Any, dest: int, tag: int) -> None:
+    """Send plain memory."""
+    mail = context.points
+    with TRANSLATED:
+        posted = mail.send(data, dest, tag)
+        if not posted.done:
+            await_posted(mail, posted)
+
+
+def _take(
+    context: Any, memory: Any, source: int, tag: int, status: Status | None, *sent: Any
+) -> Any:
+    """Receive into plain memory, or (None) an object; return what was posted.
+
+    Args:
+        sent: posted send that must also end.
+    """
+    mail = context.points
+    with TRANSLATED:
+        posted = mail.receive(memory, source, tag, True)
+        if not posted.whole or (sent and not sent[0].done):
+            await_posted(mail, posted, *sent)
+    answer(mail, context.answers, posted)
+    if status is not None:
+        _fill(status, *mail.status(posted))
+    return posted
