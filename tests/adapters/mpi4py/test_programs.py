@@ -151,3 +151,37 @@ with MPICommExecutor(comm) as executor:
         print(list(executor.map(abs, [-1, -2, 3])))
 """
     assert _ranks(launches, body) == "[0] [1, 2, 3]\n"
+
+
+def test_messages_of_freed_communicator_complete(launches: Launches) -> None:
+    body = """
+import time
+import numpy as np
+sub = comm.Dup()
+if comm.rank == 1:
+    requests = [sub.Isend(np.full(2**17, 7.0), 0), sub.isend("x", 0), sub.issend("y", 0)]
+    requests[0].Free()
+    sub.Free()
+    requests[2].wait()
+else:
+    array = np.zeros(2**17)
+    requests = [sub.Irecv(array), sub.irecv(), sub.irecv()]
+    sub.Free()
+    time.sleep(0.1)
+    print(MPI.Request.waitall(requests)[1:], array.sum() / 2**17)
+"""
+    assert _ranks(launches, body) == "[0] ['x', 'y'] 7.0\n"
+
+
+def test_free_ends_no_receive_from_another_rank(launches: Launches) -> None:
+    body = """
+import time
+sub = comm.Dup()
+if comm.rank == 0:
+    print(sub.recv())
+elif comm.rank == 2:
+    time.sleep(0.2)  # until rank 1 has freed its handle, and perhaps ended
+    sub.send("from 2", 0)
+sub.Free()
+"""
+    assert _ranks(launches, body, size=3) == "[0] from 2\n"
