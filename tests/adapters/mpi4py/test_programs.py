@@ -185,3 +185,20 @@ elif comm.rank == 2:
 sub.Free()
 """
     assert _ranks(launches, body, size=3) == "[0] from 2\n"
+
+
+def test_program_of_futures_has_all_other_ranks_as_workers(launches: Launches) -> None:
+    program = launches.script("""
+        from mpi4py.futures import MPICommExecutor, get_comm_workers
+
+        def places(shift):
+            comm = get_comm_workers()
+            return comm.allgather(comm.rank + shift)
+
+        if __name__ == "__main__":
+            with MPICommExecutor() as executor:
+                print(list(executor.map(places, [1, 1])))
+        """)
+    options = ["-n", "3", "--backend", "shm", "--mpi4py", "-m", "mpi4py.futures"]
+    done = launches.run(*options, program)
+    assert done.stdout == "[0] [[1, 2], [1, 2]]\n", done.stdout + done.stderr
