@@ -237,6 +237,7 @@ class Engine:
             inbox.deliver()
             inbox.put(_Prefix(nbytes, tag), content)
             inbox.lock.leave()
+            self._news()  # another thread of this rank may wait for it
             return posted
         with self.lock:
             copied = nbytes if copies else 0
