@@ -202,3 +202,28 @@ def test_program_of_futures_has_all_other_ranks_as_workers(launches: Launches) -
     options = ["-n", "3", "--backend", "shm", "--mpi4py", "-m", "mpi4py.futures"]
     done = launches.run(*options, program)
     assert done.stdout == "[0] [[1, 2], [1, 2]]\n", done.stdout + done.stderr
+
+
+def test_ranks_exclude_each_other_and_wait_for_conditions(launches: Launches) -> None:
+    body = """
+from mpi4py.util.sync import Condition, Counter, Mutex, Semaphore
+counter, mutex, places = Counter(comm=comm), Mutex(comm=comm), Semaphore(2, comm=comm)
+with mutex:
+    numbers = [next(counter), next(counter)]
+with places:
+    pass
+filled = Condition(comm=comm)
+if comm.rank == 0:
+    woken = 0
+    while woken < comm.size - 1:
+        with filled:
+            woken += filled.notify_all()
+else:
+    with filled:
+        filled.wait()
+for each in (counter, mutex, places, filled):
+    each.free()
+print(numbers[1] - numbers[0], sorted(comm.allreduce(numbers)))
+"""
+    lines = _ranks(launches, body, size=3).splitlines()
+    assert sorted(lines) == [f"[{rank}] 1 [0, 1, 2, 3, 4, 5]" for rank in range(3)]
