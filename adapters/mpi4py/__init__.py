@@ -6,7 +6,7 @@ program that cannot be started so calls :func:`enable` before it imports mpi4py.
 
 The modules here are what ``mpi4py.MPI`` consists of, from the bottom up: ``handles``,
 ``exceptions``, ``memory``, ``datatypes``, ``messages`` (what arguments describe), ``operators``,
-``requests``, ``communicators``, ``topologies``, ``refusals`` and ``environment``.
+``requests``, ``communicators``, ``topologies``, ``refusals``, ``windows`` and ``environment``.
 """
 
 from __future__ import annotations

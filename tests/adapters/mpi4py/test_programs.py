@@ -227,3 +227,30 @@ print(numbers[1] - numbers[0], sorted(comm.allreduce(numbers)))
 """
     lines = _ranks(launches, body, size=3).splitlines()
     assert sorted(lines) == [f"[{rank}] 1 [0, 1, 2, 3, 4, 5]" for rank in range(3)]
+
+
+@pytest.mark.parametrize("backend", ["shm", "hierarchical"])
+def test_ranks_of_host_share_memory_of_window(launches: Launches, backend: str) -> None:
+    body = """
+import numpy as np
+node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+window = MPI.Win.Allocate_shared(80 if node.rank == 0 else 8, 8, comm=node)
+numbers = np.frombuffer(window.Shared_query(0)[0])
+np.frombuffer(window.tomemory())[0] = numbers[1 + node.rank] = node.rank
+window.Fence()
+print(numbers[1:3], np.frombuffer(window.Shared_query(1)[0]), window.Shared_query(0)[1])
+window.Free()
+"""
+    lines = _ranks(launches, body, "--backend", backend).splitlines()
+    assert sorted(lines) == [f"[{rank}] [0. 1.] [1.] 8" for rank in range(2)]
+
+
+def test_window_over_transport_without_shared_memory_is_refused(launches: Launches) -> None:
+    body = """
+try:
+    MPI.Win.Allocate_shared(8, comm=comm)
+except NotImplementedError as error:
+    print("--backend shm" in str(error))
+"""
+    lines = _ranks(launches, body, "--backend", "tcp").splitlines()
+    assert sorted(lines) == ["[0] True", "[1] True"]
