@@ -658,7 +658,7 @@ class Path(_Gate):
         """
         planned = self.plans.get("object heads")
         if planned is None:
-            call = Request("all_gather", object=True).preceding("all_gather")
+            call = Request("all_gather", object=True)
             lengths = [nbytes] * self.size
             planned = self.planned(call.step(1, "all_gather", elements=lengths), fixed=True)
             self.remember("object heads", planned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -68,3 +69,26 @@ def _own_timeout(comm: Communicator) -> float:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_close_waits_for_a_receive_no_longer_than_its_timeout(transport: str) -> None:
     assert 0.2 < run_ranks(2, _own_timeout, backend=transport, timeout=30)[0] < 5.0
+
+
+def _message_to_itself(comm: Communicator) -> float:
+    """Return the seconds until a thread has received what another one of its rank has sent."""
+    mail, seconds = comm.inner.mail, []
+
+    def receive() -> None:
+        mail.wait(mail.receive(np.empty(8, np.uint8), comm.rank, 3))
+        seconds.append(time.monotonic() - since)
+
+    for _ in range(10):
+        thread = threading.Thread(target=receive)
+        thread.start()
+        time.sleep(0.02)  # until the thread waits
+        since = time.monotonic()
+        mail.send(b"8 bytes!", comm.rank, 3)
+        thread.join()
+    return min(seconds)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_message_of_rank_to_itself_wakes_its_waiting_thread(transport: str) -> None:
+    assert max(run_ranks(2, _message_to_itself, backend=transport, timeout=30)) < 0.2

@@ -167,3 +167,106 @@ with MPICommExecutor(comm) as executor:
         print(list(executor.map(abs, [-1, -2, 3])))
 """
     assert _ranks(launches, body) == "[0] [1, 2, 3]\n"
+
+
+def test_messages_of_freed_communicator_complete(launches: Launches) -> None:
+    body = """
+import time
+import numpy as np
+sub = comm.Dup()
+if comm.rank == 1:
+    requests = [sub.Isend(np.full(2**17, 7.0), 0), sub.isend("x", 0), sub.issend("y", 0)]
+    requests[0].Free()
+    sub.Free()
+    requests[2].wait()
+else:
+    array = np.zeros(2**17)
+    requests = [sub.Irecv(array), sub.irecv(), sub.irecv()]
+    sub.Free()
+    time.sleep(0.1)
+    print(MPI.Request.waitall(requests)[1:], array.sum() / 2**17)
+"""
+    assert _ranks(launches, body) == "[0] ['x', 'y'] 7.0\n"
+
+
+def test_free_ends_no_receive_from_another_rank(launches: Launches) -> None:
+    body = """
+import time
+sub = comm.Dup()
+if comm.rank == 0:
+    print(sub.recv())
+elif comm.rank == 2:
+    time.sleep(0.2)  # until rank 1 has freed its handle, and perhaps ended
+    sub.send("from 2", 0)
+sub.Free()
+"""
+    assert _ranks(launches, body, size=3) == "[0] from 2\n"
+
+
+def test_program_of_futures_has_all_other_ranks_as_workers(launches: Launches) -> None:
+    program = launches.script("""
+        from mpi4py.futures import MPICommExecutor, get_comm_workers
+
+        def places(shift):
+            comm = get_comm_workers()
+            return comm.allgather(comm.rank + shift)
+
+        if __name__ == "__main__":
+            with MPICommExecutor() as executor:
+                print(list(executor.map(places, [1, 1])))
+        """)
+    options = ["-n", "3", "--backend", "shm", "--mpi4py", "-m", "mpi4py.futures"]
+    done = launches.run(*options, program)
+    assert done.stdout == "[0] [[1, 2], [1, 2]]\n", done.stdout + done.stderr
+
+
+def test_ranks_exclude_each_other_and_wait_for_conditions(launches: Launches) -> None:
+    body = """
+from mpi4py.util.sync import Condition, Counter, Mutex, Semaphore
+counter, mutex, places = Counter(comm=comm), Mutex(comm=comm), Semaphore(2, comm=comm)
+with mutex:
+    numbers = [next(counter), next(counter)]
+with places:
+    pass
+filled = Condition(comm=comm)
+if comm.rank == 0:
+    woken = 0
+    while woken < comm.size - 1:
+        with filled:
+            woken += filled.notify_all()
+else:
+    with filled:
+        filled.wait()
+for each in (counter, mutex, places, filled):
+    each.free()
+print(numbers[1] - numbers[0], sorted(comm.allreduce(numbers)))
+"""
+    lines = _ranks(launches, body, size=3).splitlines()
+    assert sorted(lines) == [f"[{rank}] 1 [0, 1, 2, 3, 4, 5]" for rank in range(3)]
+
+
+@pytest.mark.parametrize("backend", ["shm", "hierarchical"])
+def test_ranks_of_host_share_memory_of_window(launches: Launches, backend: str) -> None:
+    body = """
+import numpy as np
+node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+window = MPI.Win.Allocate_shared(80 if node.rank == 0 else 8, 8, comm=node)
+numbers = np.frombuffer(window.Shared_query(0)[0])
+np.frombuffer(window.tomemory())[0] = numbers[1 + node.rank] = node.rank
+window.Fence()
+print(numbers[1:3], np.frombuffer(window.Shared_query(1)[0]), window.Shared_query(0)[1])
+window.Free()
+"""
+    lines = _ranks(launches, body, "--backend", backend).splitlines()
+    assert sorted(lines) == [f"[{rank}] [0. 1.] [1.] 8" for rank in range(2)]
+
+
+def test_window_over_transport_without_shared_memory_is_refused(launches: Launches) -> None:
+    body = """
+try:
+    MPI.Win.Allocate_shared(8, comm=comm)
+except NotImplementedError as error:
+    print("--backend shm" in str(error))
+"""
+    lines = _ranks(launches, body, "--backend", "tcp").splitlines()
+    assert sorted(lines) == ["[0] True", "[1] True"]

@@ -25,6 +25,7 @@ from collective.adapters.mpi4py import (
     refusals,
     requests,
     topologies,
+    windows,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -60,11 +61,12 @@ _OF_MODULES = {
     memory: "buffer",
     operators: "Op OP_NULL",
     pickling: "Pickle pickle",
-    refusals: "Win WIN_NULL File FILE_NULL Session SESSION_NULL",
+    refusals: "File FILE_NULL Session SESSION_NULL",
     operations: "Status ANY_SOURCE ANY_TAG",
     requests: "Request REQUEST_NULL Prequest Grequest Message MESSAGE_NULL MESSAGE_NO_PROC",
     topologies: "Topocomm Cartcomm Graphcomm Distgraphcomm Compute_dims CART GRAPH DIST_GRAPH "
     "UNWEIGHTED WEIGHTS_EMPTY",
+    windows: "Win WIN_NULL",
 }
 for _module, _names in _OF_MODULES.items():
     for _name in _names.split():

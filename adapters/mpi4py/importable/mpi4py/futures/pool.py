@@ -111,6 +111,7 @@ def _serve(comm: Any, root: int) -> None:
     """Work for the root until it needs no more."""
     status = MPI.Status()
     ready: set[Any] = set()
+    _Shared.comm = comm.Create_group(comm.Get_group().Excl([root]))
     while True:
         task = comm.recv(None, root, MPI.ANY_TAG, status)
         if status.tag == _END:
@@ -130,9 +131,15 @@ def _serve(comm: Any, root: int) -> None:
 
 
 class _Shared:
-    """Workers of all executors of this program; None unless it runs by ``-m mpi4py.futures``."""
+    """What all executors of this process share.
+
+    Attributes:
+        workers: the other ranks, on the rank that runs a program of ``-m mpi4py.futures``.
+        comm: communicator of the workers, on these.
+    """
 
     workers: _Workers | None = None
+    comm: Any = None
 
 
 class MPIPoolExecutor(Executor):
@@ -268,6 +275,9 @@ class MPICommExecutor:
         self._executor: MPIPoolExecutor | None = None
 
     def __enter__(self) -> MPIPoolExecutor | None:
+        if _Shared.workers is not None:  # the other ranks do not run the program
+            self._executor = MPIPoolExecutor(**self._options)
+            return self._executor
         self._private = self._comm.Dup()
         if self._comm.rank != self._root:
             _serve(self._private, self._root)
@@ -282,13 +292,20 @@ class MPICommExecutor:
             self._executor.shutdown()
         if self._workers is not None:
             self._workers.close()
-        self._private.Free()
+        if _Shared.workers is None:
+            self._private.Free()
         return self._comm.rank != self._root and error[0] is not None
 
 
 def get_comm_workers() -> Any:
-    """Raise: the workers of a pool have no communicator of their own."""
-    raise RuntimeError("get_comm_workers: the workers of this pool have no communicator")
+    """Return the communicator of the workers, in a function that runs on one.
+
+    Raises:
+        RuntimeError: this process is no rank that works for another one.
+    """
+    if _Shared.comm is None:
+        raise RuntimeError("get_comm_workers: this process is no worker of a communicator")
+    return _Shared.comm
 
 
 def compose(
