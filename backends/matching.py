@@ -798,7 +798,7 @@ class _Inbox:
             announced = kept.prefix
         if announced is None or announced.nbytes != prefix.nbytes:
             self._carrier.refuse(f"nobody has asked for the message {tuple(prefix)}")
-        if kept is not None:
+        elif kept is not None:
             self._keeping = self._fill(kept)
         else:
             self._keeping = self._keep(announced._replace(mark=0), posted, is_counted=False)
