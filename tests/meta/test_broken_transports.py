@@ -72,7 +72,7 @@ FAULTS = [
     Fault(broken.Impatient, "check_barrier", {"root": 0}, "left before", "check_broadcast"),
     Fault(broken.Unchecked, "check_mismatch", {"what": "op"}, "although", "check_all_reduce"),
     Fault(
-        broken.Unchecked, "check_mismatch_by_itself", {"what": "op"}, "although", "check_scatter"
+        broken.Unchecked, "check_mismatch_by_itself", {"what": "op"}, "although", "check_scan"
     ),
     Fault(broken.Early, "check_sender_may_overwrite", {}, "in a row", "check_barrier"),
     Fault(
