@@ -214,7 +214,7 @@ class NcclBackend(Collectives, Monitored):
         awaited: Sequence[int] | None = None,
     ) -> NcclComm:
         try:
-            # Later calls on the communicator may block; the watch ends them.
+            # The communicator's later calls may block; the watch ends them.
             return NcclComm.create(library, unique_id, rank, size, device, wait.check)
         except BackendError as error:
             raise self.channel.explain("nccl", error, awaited) from error
@@ -243,8 +243,7 @@ class NcclBackend(Collectives, Monitored):
         try:
             if channel.failure is not None:
                 channel.check(request)
-            if function(*args, stream.handle):
-                self._settle(asked)
+            function(*args, stream.handle)
             watch.add(_tuple(Pending, (stream.record(), stream, asked)))
         except (BackendError, CommunicatorAbortedError) as error:
             raise self._explained(error, request) from error
@@ -263,12 +262,6 @@ class NcclBackend(Collectives, Monitored):
         self.channel.compare()  # NCCL notices some calls that do not match
         return self.channel.explain(call, error)
 
-    def _settle(self, asked: Asked) -> None:
-        """Wait until NCCL has enqueued the operation; NCCL may first have to connect the ranks."""
-        assert self._comm is not None
-        wait = self.channel.wait(asked.where, asked.deadline, sequence=asked.sequence)
-        self._comm.settle(wait.check)
-
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
         """Group the calls of the body into one NCCL call (``ncclGroupStart``, ``ncclGroupEnd``).
@@ -285,7 +278,7 @@ class NcclBackend(Collectives, Monitored):
                 # NCCL's groups belong to a thread. If this group stayed open, no later call of this
                 # thread would ever start, on any communicator.
                 with contextlib.suppress(BackendError, CommunicatorAbortedError):
-                    batch.end()
+                    batch.end(broken=True)
             raise
         finally:
             self._batch = None
@@ -297,10 +290,10 @@ class NcclBackend(Collectives, Monitored):
                 self.channel.check(asked.where)
         except CollectiveError:
             with contextlib.suppress(BackendError, CommunicatorAbortedError):
-                batch.end()
+                batch.end(broken=True)
             raise
         try:
-            batch.end(settle=self._settle)
+            batch.end()
         except (BackendError, CommunicatorAbortedError) as error:
             raise self._explained(error, asked.where) from error
 
