@@ -3,14 +3,13 @@
 Gloo accepts any connection to a rank's port that sends the number expected of a peer, and that
 number is small. So a stranger can connect first, in place of a peer. Therefore the ranks prove
 their identity to each other over every connection that Gloo has made. Each rank reports its
-result to the monitor's hub. If any rank found a stranger, all ranks reconnect at other ports.
+result to the monitor's hub. If any rank found a stranger, no rank has connected.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,14 +23,11 @@ from .engine import CUT_TAG, AddressStore, cut, device, process_group, seconds
 
 __all__ = ["Connector"]
 
-# Seconds that the proofs may take once all ranks are connected: a round trip, so that a silent
-# stranger is found soon. For slow networks each further attempt has twice the time, up to a limit.
-_PROOF_S, _LONGEST_PROOF_S = 0.25, 5.0
+# Seconds that the proofs may take once all ranks are connected: a round trip, on a slow network.
+_PROOF_S = 5.0
 # Seconds for which a rank that is not connected waits for the reports of the other ranks.
 _WORD_S = 10.0
 _PROOF_BYTES = 32
-# More attempts do not help if a stranger appears every time or the network does not work.
-_ATTEMPTS = 8
 
 
 class Connector:
@@ -41,43 +37,18 @@ class Connector:
         self._pairing = pairing
         self._channel = pairing.channel
         self._key = pairing.channel.secret.key("gloo")
-        # Where this rank listens, once it has offered that to the other ranks.
-        self._address: tuple[str, int] | None = None
 
     def connect(self) -> Any:
         """Connect and return the process group; None if this rank has no peers.
 
         Raises:
-            BackendError: Gloo could not connect this rank.
+            BackendError: Gloo could not connect some rank, or a stranger took a rank's place.
             CommunicatorAbortedError, CollectiveTimeoutError: another rank is gone, or late.
         """
-        if self._channel.size == 1:
+        pairing, rank, size = self._pairing, self._channel.rank, self._channel.size
+        if size == 1:
             return None
-        for attempt in range(_ATTEMPTS):
-            patience = min(_PROOF_S * 2**attempt, _LONGEST_PROOF_S)
-            # Listen at another port each time: a stranger who took a peer's place knows the last.
-            group, flaws = self._attempt(str(attempt), device(self._pairing.world), patience)
-            if not flaws:
-                break
-        else:
-            raise BackendError("; ".join(flaws), "gloo")
-        # Gloo would keep a descriptor for each connection of a stranger, and end the process when
-        # none are left. Another communicator listens at another port.
-        if self._address is not None:
-            stop_listening(self._address)
-        return group
-
-    def _attempt(self, name: str, listening: Any, patience: float) -> tuple[Any, list[str]]:
-        """Return a process group, and the reasons why ranks must reconnect; empty if none must.
-
-        Args:
-            name: name of the attempt, used once.
-            listening: the device at which this rank listens.
-            patience: seconds that the proofs may take.
-        """
-        rank, size = self._channel.rank, self._channel.size
-        pairing = self._pairing
-        meeting = AddressStore(pairing, f"addresses {name}")
+        meeting, listening = AddressStore(pairing), device(pairing.world)
         group, flaw = None, ""
         try:
             watching = pairing.wait()
@@ -93,29 +64,30 @@ class Connector:
             flaw = str(error)
         # Even a rank that is properly connected goes on only if all other ranks are: a Gloo group
         # cannot replace a single rank. Nor can a rank that still connects prove anything.
-        self._address = meeting.address
-        flaws = self._flaws(f"connected {name}", flaw)
+        flaws = self._flaws("connected", flaw)
         if not flaws:
             try:
-                self._prove(name, group, patience)
+                self._prove(group)
             except BackendError as error:
                 flaw = str(error)
-            flaws = self._flaws(f"proved {name}", flaw)
+            flaws = self._flaws("proved", flaw)
         # Withdraw the addresses only now: until here, ranks that are still connecting read them.
-        self._channel.withdraw(f"addresses {name}")
-        if flaws and group is not None:
-            cut(group, rank, size)
-        if flaws and flaw:
-            warnings.warn(f"{flaw}; reconnecting", RuntimeWarning, stacklevel=2)
-        return group, flaws
+        meeting.withdraw()
+        if flaws:
+            if group is not None:
+                cut(group, rank, size)
+            raise BackendError("; ".join(flaws), "gloo")
+        # Gloo would keep a descriptor for each connection of a stranger, and end the process when
+        # none are left. Another communicator listens at another port.
+        if meeting.address is not None:
+            stop_listening(meeting.address)
+        return group
 
-    def _prove(self, name: str, group: Any, patience: float) -> None:
+    def _prove(self, group: Any) -> None:
         """Send a proof of identity over each connection of ``group``; check the peers' proofs.
 
         Args:
-            name: name of the attempt.
             group: the process group, which all ranks have connected.
-            patience: seconds that this may take.
 
         Raises:
             BackendError: a peer has sent no proof, or a wrong one.
@@ -123,15 +95,15 @@ class Connector:
         rank = self._channel.rank
         peers = [peer for peer in range(self._channel.size) if peer != rank]
         # Strangers must not know the tag either, because Gloo cannot refuse a message by its tag.
-        tag = int.from_bytes(self._proof(name)[:8], "big") % CUT_TAG
-        deadline = self._pairing.deadline.within(patience)
+        tag = int.from_bytes(self._proof("tag")[:8], "big") % CUT_TAG
+        deadline = self._pairing.deadline.within(_PROOF_S)
         # Gloo keeps no reference to the memory that it sends from, so ``going`` keeps it alive.
         coming, going, works = {}, {}, []
         # Start every message before waiting for any of them. Otherwise one silent stranger would
         # use up the time of all other peers.
         for peer in peers:
             coming[peer] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8, device="cpu")
-            proof = bytearray(self._proof(f"{name} {rank} {peer}"))
+            proof = bytearray(self._proof(f"{rank} {peer}"))
             going[peer] = torch.frombuffer(proof, dtype=torch.uint8)
             with self._connection_of(peer):
                 works.append((peer, group.recv([coming[peer]], peer, tag)))
@@ -141,7 +113,7 @@ class Connector:
                 work.wait(seconds(deadline.left()))
         for peer in peers:
             with self._connection_of(peer):
-                expected = self._proof(f"{name} {peer} {rank}")
+                expected = self._proof(f"{peer} {rank}")
                 if not hmac.compare_digest(coming[peer].numpy().tobytes(), expected):
                     raise RuntimeError("its proof is wrong")
 
@@ -166,7 +138,7 @@ class Connector:
         """Report to the other ranks whether this rank is connected; return all ranks' flaws.
 
         Args:
-            name: name of this exchange, to be used once.
+            name: name of this exchange, used once.
             flaw: the reason why this rank is not connected; empty if it is.
 
         Returns:

@@ -1,13 +1,16 @@
-"""Gloo's process group: listening, connecting, and cutting their connections."""
+"""Gloo's process group: listening, connecting, waiting inside Gloo, and cutting connections."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,18 +23,17 @@ from collective.errors import BackendError, BackendUnavailableError, ConfigError
 from collective.install import hint
 from collective.platform import let_others_run_first, threads
 
-from .waiting import Elsewhere
-
 if TYPE_CHECKING:
     from collective.contract.world import World
 
 # The members that are used here are missing from torch's type stubs.
 _dist: Any = torch.distributed
 
-__all__ = ["CUT_TAG", "AddressStore", "cut", "device", "process_group", "seconds"]
+__all__ = ["CUT_TAG", "AddressStore", "Elsewhere", "cut", "device", "process_group", "seconds"]
 
 #: The tag of the receive that :func:`cut` posts. No rank sends with this tag.
 CUT_TAG = 2**31 - 1
+_ADDRESSES = "addresses"
 _IO_THREAD, _NAMING_TRIES = "gloo_tcp_loop", 50
 # Gloo's smallest unit of time: Gloo would take a shorter timeout as no timeout at all.
 _CUT_S = 0.001
@@ -106,17 +108,15 @@ class AddressStore(_dist.Store):  # type: ignore[misc]
 
     Args:
         pairing: the ranks, whose channel carries the addresses.
-        name: name of the process group, used once.
 
     Attributes:
         raised: the exception that a wait for an address raised, or None.
     """
 
-    def __init__(self, pairing: Pairing, name: str) -> None:
+    def __init__(self, pairing: Pairing) -> None:
         super().__init__()
         self._pairing = pairing
         self._channel = pairing.channel
-        self._name = name
         # Gloo passes on no more than the text of an exception, so keep the exception here.
         self.raised: BaseException | None = None
         self._given_up = False
@@ -130,7 +130,7 @@ class AddressStore(_dist.Store):  # type: ignore[misc]
     def set(self, key: str, value: Any) -> None:
         """Offer this rank's address."""
         self._own = bytes(value)
-        self._channel.offer(self._name, self._own.hex())
+        self._channel.offer(_ADDRESSES, self._own.hex())
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all ``keys`` are there, up to our own deadline instead of ``timeout``."""
@@ -141,7 +141,7 @@ class AddressStore(_dist.Store):  # type: ignore[misc]
         """Return a rank's address; wait until the rank has offered it."""
         rank, wait = int(key.rpartition("/")[2]), None
         try:
-            while (text := self._channel.offered(self._name).get(rank)) is None:
+            while (text := self._channel.offered(_ADDRESSES).get(rank)) is None:
                 if self._given_up:
                     raise BackendError("gloo: connecting was given up", "gloo")
                 wait = wait or self._pairing.wait(rank)
@@ -150,6 +150,10 @@ class AddressStore(_dist.Store):  # type: ignore[misc]
         except BaseException as error:
             self.raised = error
             raise
+
+    def withdraw(self) -> None:
+        """Withdraw this rank's address."""
+        self._channel.withdraw(_ADDRESSES)
 
     def give_up(self) -> None:
         """End the waits of the thread that connects through this store.
@@ -248,6 +252,55 @@ def _expected(own: bytes) -> list[tuple[tuple[str, int], bytes]]:
     listening = host, int.from_bytes(address[2:4], "big")
     starts = range(0, len(numbers), _NUMBER_BYTES)
     return [(listening, numbers[at : at + _NUMBER_BYTES]) for at in starts]
+
+
+class Elsewhere:
+    """Run of a function in another thread of this process; inside Gloo nothing can interrupt it.
+
+    Args:
+        function: the function that blocks.
+
+    Attributes:
+        over: lock that the job releases when the function has returned or raised.
+        error: the exception that the function raised, or None.
+    """
+
+    __slots__ = ("error", "function", "over")
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.function = function
+        self.error: Exception | None = None
+        self.over = threading.Lock()
+        self.over.acquire()
+        try:
+            jobs = _idle.pop()
+        except IndexError:
+            jobs = SimpleQueue()
+            threading.Thread(
+                target=_serve, args=(jobs,), name="collective-gloo-wait", daemon=True
+            ).start()
+        jobs.put(self)
+
+
+# The queues of the idle threads.
+_idle: list[SimpleQueue[Elsewhere]] = []
+
+
+def _serve(jobs: SimpleQueue[Elsewhere]) -> None:
+    while True:
+        job = jobs.get()
+        try:
+            job.function()
+        except Exception as error:
+            job.error = error
+        # Become idle before releasing the lock. Otherwise the waiting thread's next job would find
+        # no idle thread.
+        _idle.append(jobs)
+        job.over.release()
+        del job  # the job refers to the caller's arrays
+
+
+os.register_at_fork(after_in_child=_idle.clear)
 
 
 def cut(group: Any, rank: int, size: int) -> None:

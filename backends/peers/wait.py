@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from collective.contract.mail import progress_all
 from collective.contract.stalls import look
-from collective.contract.waits import Caller
+from collective.contract.waits import Caller, caller
 from collective.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -82,9 +82,8 @@ class Wait(Running):
         awaited: Sequence[int] | None,
         any_of: bool,
         sequence: int | None,
-        who: Caller,
     ) -> None:
-        super().__init__(where, awaited, who)
+        super().__init__(where, awaited, caller())
         self._shown = False
         self._deadline = deadline
         self._sequence = sequence

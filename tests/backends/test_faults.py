@@ -161,7 +161,6 @@ EXCEPTIONS: dict[tuple[str, str], tuple[Fault | None, str]] = {
         replace(FAULTS["root mismatch, not compared"], others=("MismatchError", "")),
         "a rank that has sent its part has completed the call",
     ),
-    ("gloo", "SIGINT"): (None, "the signal is handled when the wait ends: docs/gloo.md"),
     ("threads", "two killed"): (
         replace(FAULTS["two killed"], program=fault_programs.until_it_breaks, plan=KILLS),
         "killing a rank that is a thread raises an error in it",
