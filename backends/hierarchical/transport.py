@@ -1,10 +1,11 @@
 """Transport over shared memory inside each host and another transport between the hosts.
 
-The other transport connects all ranks (the outer level). It also connects the ranks at the same
-place on all hosts (the level across). ``shm`` connects the ranks of a host (the inner level). The
-operations on two levels are in :mod:`.collectives`.
+The other transport connects all ranks (the outer level). ``shm`` connects the ranks of a host (the
+inner level). A long call has the steps of both levels, which
+:mod:`collective.algorithms.schedules` records. Over ``tcp`` that plan makes the short calls, too.
+Over another outer transport, its own plans make them.
 
-Each level numbers its ranks in its own way and would break alone. Here one failure breaks all
+Each level numbers its ranks in its own way and would break alone. Here one failure breaks both
 levels on all hosts. The error that is raised is the one of the outer transport's monitor, with the
 numbers of all ranks.
 """
@@ -16,14 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
 from collective import native
-from collective.algorithms import pieces
+from collective.algorithms import levels, pieces, schedules
 from collective.backends.matching import describe
-from collective.backends.peers.monitored import HandedStore, Monitored, inside
+from collective.backends.peers.monitored import HandedStore, Monitored, explained, inside
 from collective.backends.shm import ShmBackend
 from collective.backends.tcp.transport import Nested, TcpBackend
 from collective.contract import registry
@@ -50,7 +51,6 @@ from collective.native import NOBODY
 from collective.platform import boot_id, process_namespace
 from collective.request import Disagreement, Request
 
-from .collectives import Steps, TwoLevel
 from .mail import TwoLevelMail
 from .topology import Topology
 
@@ -68,11 +68,11 @@ _MEETING_TAG = -3
 _INNER_YIELDS_S = 0.2e-3
 
 
-class HierarchicalBackend(TwoLevel):
+class HierarchicalBackend(Monitored):
     """Transport for several hosts, some of which have several ranks; see the module's docstring.
 
     Attributes:
-        channel: channel of the outer transport, and so of all levels.
+        channel: channel of the outer transport, and so of both levels.
     """
 
     name = "hierarchical"
@@ -81,17 +81,15 @@ class HierarchicalBackend(TwoLevel):
         detects_lost_peers=True, shrinks=True, grows=True,
     )  # fmt: skip
     payload_tag = PAYLOAD_TAG
-    _inner: ShmBackend
 
-    def __init__(
-        self, outer: Monitored, inner: ShmBackend, across: Backend | None, topology: Topology
-    ) -> None:
+    def __init__(self, outer: Monitored, inner: ShmBackend, topology: Topology) -> None:
         self.rank = outer.rank
         self.size = outer.size
         able = outer.capabilities
         self.capabilities = replace(
             type(self).capabilities, dtypes=able.dtypes, ops=able.ops, shrinks=able.shrinks,
             any_source=able.posts, posts=able.posts,
+            checks_calls=able.checks_calls or len(topology.members) == 1,
         )  # fmt: skip
         self.channel = outer.channel
         self._outer = outer
@@ -108,15 +106,7 @@ class HierarchicalBackend(TwoLevel):
         inner.sleep_after(_INNER_YIELDS_S)
         # A call that waits in a level asks all ranks who is late.
         inner.while_waiting(self.channel.ask_in_time)
-        if isinstance(across, Monitored):
-            across.channel.whole = self.channel
-        self._across = across
         self._topology = topology
-        # Over tcp, one plan has the steps of both levels. It also compares the calls of all ranks.
-        self._nested: Nested | None = None
-        if _nests(outer, topology):
-            self._nested = Nested(topology.members, inner)
-            self.capabilities = replace(self.capabilities, checks_calls=True)
         self.channel.when_broken(self._break)
         if self.channel.failure is not None:
             self._break()
@@ -130,8 +120,8 @@ class HierarchicalBackend(TwoLevel):
         if not issubclass(kind, Monitored):
             raise UnsupportedError(
                 f"hierarchical: transport {kind.name!r} cannot connect the hosts, because no "
-                f"monitor watches its ranks [rank {world.rank} of {world.size}]. Use 'tcp', "
-                "'tcp' or 'mpi'."
+                f"monitor watches its ranks [rank {world.rank} of {world.size}]. Use 'tcp' or "
+                "'mpi'."
             )
         return cls._over(kind.connect(world, deadline), world, deadline)
 
@@ -182,19 +172,9 @@ class HierarchicalBackend(TwoLevel):
     def _assemble(
         cls, outer: Monitored, inner: ShmBackend, topology: Topology, deadline: Deadline
     ) -> Self:
-        """Connect the ranks at each place; return the transport once all ranks have connected."""
-        across: Backend | None = None
-        self: Self | None = None
+        """Return the transport over both levels, once all ranks have connected theirs."""
         try:
-            if (
-                topology.levels
-                and len(topology.members) > 1
-                and topology.local_rank < topology.common
-                and not _nests(outer, topology)
-            ):
-                with _abort_on_failure(outer, "hierarchical"):
-                    across = outer.group(topology.at(topology.local_rank), deadline)
-            self = cls(outer, inner, across, topology)
+            self = cls(outer, inner, topology)
             # No rank uses the transport before every rank has connected. A rank that could not
             # connect a level has broken the outer one, so the other ranks fail here and not in
             # their first call. A rank that has passed this point may have failed in its first call
@@ -203,9 +183,7 @@ class HierarchicalBackend(TwoLevel):
                 _exchange(outer, "ready", deadline)
             return self
         except BaseException:
-            for level in (across, inner):
-                if level is not None:
-                    level.close()
+            inner.close()
             raise
 
     def group(self, ranks: Sequence[int], deadline: Deadline) -> Backend:
@@ -235,31 +213,25 @@ class HierarchicalBackend(TwoLevel):
         inner = self._inner.descriptors(topology.local)
         if len(topology.members) == 1:
             return inner
-        nests = _nests(self._outer, topology)
-        across = 0 if nests else self._outer.descriptors(topology.at(0))
         outer = self._outer.descriptors(ranks)
-        return inner + across + outer if topology.levels else outer
+        return inner + outer if topology.levels else outer
 
     def observe(self, recorder: Recorder) -> None:
         self._outer.observe(recorder)
-        if self._across is not None:
-            self._across.observe(recorder)
 
     def close(self) -> None:
         # Close the outer level first: a peer that sees this rank leave another level asks the outer
         # level's monitor for the reason.
         self.channel.end_waits()
         self._outer.close()
-        if self._across is not None:
-            self._across.close()
         self._inner.close()
 
     def empty(self, nbytes: int, request: Request, deadline: Deadline) -> np.ndarray[Any, Any]:
         array: np.ndarray[Any, Any] | None = None
         shortage: AllocationError | None = None
-        if self._nested is not None:
+        if len(self._topology.members) > 1:
             self.agree(request, deadline)  # the inner level compares the calls of one host
-        with Steps(self.explained, request).within(deadline):
+        with self._explaining(request, deadline):
             try:
                 array = self._inner.empty(nbytes, request.step(0, "empty"), deadline)
             except AllocationError as error:
@@ -277,26 +249,63 @@ class HierarchicalBackend(TwoLevel):
 
     # -- collectives ----------------------------------------------------------------------
 
-    def plan(self, request: Request) -> Plan:
-        if self._nested is None:
-            return super().plan(request)
-        assert isinstance(self._outer, TcpBackend)
-        return _NestedPlan(self, request, self._outer.plan_on(request, self._nested))
+    def agree(self, request: Request, deadline: Deadline) -> None:
+        if len(self._topology.members) > 1:
+            self._outer.agree(request, deadline)
+            return
+        with self._explaining(request, deadline):
+            self._inner.agree(request, deadline)
 
-    def run_nested(
+    def plan(self, request: Request) -> Plan:
+        outer, members = self._outer, self._topology.members
+        if not self._topology.levels:
+            return outer.plan(request)
+        if len(members) == 1:
+            return _Explained(self, request, self._inner.plan(request))
+        if isinstance(outer, TcpBackend):
+            return _Explained(self, request, outer.plan_on(request, Nested(members, self._inner)))
+        if (
+            request.is_step
+            or request.dtype is None
+            or request.shape is None
+            or request.operation == "scan"
+            or not levels.regroups(members, request.op, request.ordered)
+        ):
+            return outer.plan(request)
+        schedule = schedules.record(request, self.rank, self.size, hosts=members)
+        if any(schedule.pieces):  # a short call
+            return outer.plan(request)
+
+        def compare(src: Any, pieces: Any, deadline: Deadline) -> None:
+            outer.agree(request, deadline)
+
+        def run(src: Buffer | None, dst: Buffer | None, deadline: Deadline) -> None:
+            # The outer transport compares the calls, so its messages need no marks.
+            marked = cast("schedules.Marked", outer)
+            schedule.run(marked, src, dst, deadline, compare, self._inner)
+
+        return _Explained(self, request, run)
+
+    def run_explained(
         self, request: Request, plan: Callable[..., Any], x: Any, out: Any, deadline: Deadline
     ) -> None:
-        """Run a plan of both levels, and explain its error."""
-        try:
+        """Run a plan that uses the inner level, and explain its error."""
+        with self._explaining(request, deadline):
             self._inner.refuse_broken(request)
             plan(x, out, deadline)
+
+    @contextlib.contextmanager
+    def _explaining(self, request: Request, deadline: Deadline) -> Iterator[None]:
+        """Raise the monitor's explanation of an error of a level."""
+        try:
+            yield
         except Disagreement:
             raise  # all ranks have compared their calls, and go on
         except BaseException as error:
-            explained = self.explained(error, request, deadline)
-            if explained is None:
+            known = explained(self.channel, error, request, deadline)
+            if known is None:
                 raise
-            raise explained from error
+            raise known from error
 
     # -- point to point -------------------------------------------------------------------
 
@@ -398,18 +407,16 @@ class HierarchicalBackend(TwoLevel):
         self._outer.abort(failure)
 
     def _break(self) -> None:
-        """Break the other levels, so that calls that wait in them end."""
+        """Break the inner level, so that calls that wait in it end."""
         failure = self.channel.failure
         assert failure is not None
-        # The failure has the numbers of all ranks, which a level does not use. So each level gets a
-        # failure of its own. No caller sees that one: explained() replaces it.
+        # The failure has the numbers of all ranks, which the level does not use. So the level gets
+        # a failure of its own. No caller sees that one: explained() replaces it.
         self._inner.abort(Failure("aborted", self._inner.rank, failure.text))
-        if self._across is not None:
-            self._across.abort(Failure("aborted", self._across.rank, failure.text))
 
 
-class _NestedPlan:
-    """Plan with the steps of both levels.
+class _Explained:
+    """Plan that uses the inner level.
 
     Args:
         backend: the transport.
@@ -423,18 +430,12 @@ class _NestedPlan:
     __slots__ = ("_run", "plain")
 
     def __init__(self, backend: HierarchicalBackend, request: Request, plan: Plan) -> None:
-        self._run = partial(backend.run_nested, request, plan)
+        self._run = partial(backend.run_explained, request, plan)
         if hasattr(plan, "plain"):
-            self.plain = partial(backend.run_nested, request, plan.plain)
+            self.plain = partial(backend.run_explained, request, plan.plain)
 
     def __call__(self, src: Buffer | None, dst: Buffer | None, deadline: Deadline) -> None:
         self._run(src, dst, deadline)
-
-
-def _nests(outer: Backend, topology: Topology) -> bool:
-    """Return whether the plans of ``outer`` have the steps of both levels."""
-    several = topology.levels and len(topology.members) > 1
-    return isinstance(outer, TcpBackend) and several
 
 
 def _host_store(outer: Monitored, topology: Topology, deadline: Deadline) -> Store:

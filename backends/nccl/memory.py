@@ -1,8 +1,8 @@
 """GPU memory that is registered with NCCL, so that NCCL can reduce there without a copy.
 
 From NCCL 2.27 on the ranks register the memory as one window. Before that each rank registers its
-own. The memory is freed after its array is dropped, once the
-streams that this transport knows have reached that point. NCCL's communicator may be gone by then.
+own. The memory is freed after its array is dropped, once the streams that this transport knows have
+reached that point. NCCL's communicator may be gone by then.
 """
 
 from __future__ import annotations

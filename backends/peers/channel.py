@@ -101,8 +101,6 @@ class Channel:
             that might ask the monitor.
         inside: calls of this rank that wait in another transport, of which this channel would know
             nothing; by any object that identifies the call.
-        whole: channel of the communicator of which this one is a level; None if it is no level. A
-            level's own errors reach no program, so it asks nobody who is late.
         silent: function that returns the ranks whose hosts do not answer any more, as far as the
             kernel has noticed on the transport's connections to them; None if the transport cannot
             tell.
@@ -126,7 +124,6 @@ class Channel:
         self.inside: dict[object, Running] = {}
         self.silent: Callable[[], set[int]] | None = None
         self.answers = 0
-        self.whole: Channel | None = None
         # Deadline before which a call of a level has asked, and the number of answers then.
         self._asked: tuple[Deadline, int] | None = None
         self.compares_on_arrival = False
@@ -605,10 +602,8 @@ class Channel:
         """
         if asked is None and self._asked is not None and self._asked[0] is deadline:
             asked = self._asked[1]
-        late: dict[int, Message | None] | None = {}
-        if self.whole is None:
-            seconds = max(_LAST_S, deadline.at_most(_REPORT_S))
-            late = self._asked_reports(awaited, asked, seconds)
+        seconds = max(_LAST_S, deadline.at_most(_REPORT_S))
+        late = self._asked_reports(awaited, asked, seconds)
         if self.failure is not None:
             raise self._error(where)
         running = self._running(sequence)

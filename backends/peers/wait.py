@@ -134,8 +134,6 @@ class Wait(Running):
         if self._asked is None and (left := self._deadline.left()) <= self._asks_at:
             self._asked = channel.answers
             channel.ask(self.awaited, left)
-        if channel.whole is not None:
-            channel.whole.ask_in_time(self._deadline)
         if self._until_compared.expired:
             self._until_compared = Deadline(_STALL_S)
             channel.compare()

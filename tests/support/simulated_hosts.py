@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import ClassVar, Self
 
 from collective import native
+from collective.algorithms import schedules
 from collective.backends.hierarchical import HierarchicalBackend
 from collective.contract.world import World
 from collective.deadline import Deadline
@@ -22,8 +23,6 @@ class Pretended(HierarchicalBackend):
     """Transport that takes the ranks' hosts from ``hosts``, cyclically."""
 
     hosts: ClassVar[str]
-    # With this size the suite's longer arrays are cut, and the shorter arrays are not.
-    shared_bytes = 64 << 10
 
     @classmethod
     def host_of(cls, world: World) -> str:
@@ -38,12 +37,13 @@ class Pairs(Pretended):
 
 
 class PairsOverGloo(Pairs):
-    """Pairs whose hosts ``gloo`` connects, which makes each step of a call by itself."""
+    """Pairs whose hosts ``gloo`` connects, and whose calls use both levels if any has them."""
 
     name = "hierarchical-pairs-over-gloo"
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> Self:
+        schedules.SHORT_BYTES = 0
         options = {**world.options, "across": "gloo"}
         return super().connect(replace(world, options=options), deadline)
 
