@@ -15,32 +15,8 @@ Open MPI that was started with ``--with-ft ulfm`` returns an error instead.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from collective.deadline import Deadline
-
-from . import library
-from .cuda_aware import CudaAwareMpi
 from .library import Library, describe
 from .store import MpiStore
-from .transport import MpiTransport
-
-if TYPE_CHECKING:
-    from collective.contract.world import World
+from .transport import MpiBackend
 
 __all__ = ["Library", "MpiBackend", "MpiStore", "describe"]
-
-
-class MpiBackend(MpiTransport):
-    """Ranks of one MPI communicator, with arrays of the CPU; see the package's docstring."""
-
-    @classmethod
-    def connect(cls, world: World, deadline: Deadline) -> Any:
-        """Join the other ranks; with a CUDA-aware library, support arrays of GPUs, too.
-
-        See :meth:`MpiTransport.connect`.
-        """
-        library.start(deadline, world.store.check)
-        if cls is MpiBackend and describe().cuda_aware:
-            return CudaAwareMpi.connect(world, deadline)
-        return super().connect(world, deadline)

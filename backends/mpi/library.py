@@ -78,8 +78,6 @@ class Library:
         standard: version of the MPI standard, such as ``"4.1"``.
         path: path of the shared library; empty if it cannot be determined.
         thread_level: ``"multiple"``, …; empty as long as MPI has not been initialised.
-        cuda_aware: whether the library says that it takes pointers to CUDA memory; None as long as
-            MPI has not been initialised. Before that, some libraries end a process that asks.
     """
 
     vendor: str
@@ -87,7 +85,6 @@ class Library:
     standard: str
     path: str
     thread_level: str
-    cuda_aware: bool | None
 
 
 def load() -> Any:
@@ -380,14 +377,12 @@ def describe() -> Library:
     module = load()
     vendor, version = module.get_vendor()
     running = module.Is_initialized() and not module.Is_finalized()
-    path = library_path()
     return Library(
         vendor=vendor,
         version=".".join(map(str, version)),
         standard=".".join(map(str, module.Get_version())),
-        path=path,
+        path=library_path(),
         thread_level=_LEVELS[module.Query_thread()] if running else "",
-        cuda_aware=_cuda_aware(path) if running else None,
     )
 
 
@@ -401,24 +396,6 @@ def mpiexec() -> str:
     """Return the ``mpiexec`` that most likely belongs to the library of this environment."""
     path = os.path.join(os.path.dirname(sys.executable), "mpiexec")
     return path if os.path.exists(path) else "mpiexec"
-
-
-def _cuda_aware(path: str) -> bool:
-    """Ask the library, which must be started, whether it takes pointers to CUDA memory.
-
-    The answer of MPICH, and of Open MPI from version 5 on, holds for this process. Open MPI 4
-    answers only for its build. Older versions of Intel MPI have no such question: for them the
-    answer comes from their settings.
-    """
-    if not path:
-        return False
-    # The library is already loaded: CDLL only finds it again.
-    query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
-    if query is not None:
-        return bool(query())
-    offload, mode = (os.environ.get(f"I_MPI_OFFLOAD{name}", "") for name in ("", "_MODE"))
-    # If no mode is set, the GPUs are Intel's.
-    return offload not in ("", "0") and mode.lower() == "cuda"
 
 
 def _disown() -> None:

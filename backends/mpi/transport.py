@@ -46,15 +46,15 @@ if TYPE_CHECKING:
     from collective.contract.world import World
     from collective.request import Request
 
-__all__ = ["MpiTransport"]
+__all__ = ["MpiBackend"]
 
 Array = np.ndarray[Any, Any]
 # Pause between two checks whether the other ranks still come, while MPI makes a communicator.
 _LOOK_S = 0.002
 
 
-class MpiTransport(MpiCollectives):
-    """Ranks of one MPI communicator; see the package's docstring."""
+class MpiBackend(MpiCollectives):
+    """Ranks of one MPI communicator, with arrays of the CPU; see the package's docstring."""
 
     name = "mpi"
     launcher = "mpiexec"
@@ -174,7 +174,7 @@ class MpiTransport(MpiCollectives):
             self._comm.Free()
 
     @mapped
-    def group(self, ranks: Sequence[int], deadline: Deadline) -> MpiTransport:
+    def group(self, ranks: Sequence[int], deadline: Deadline) -> MpiBackend:
         channel = self.channel.group(ranks)
         # Several threads may make groups at once. The tag keeps the messages of the groups apart.
         tag = int(hashlib.blake2b(channel.name.encode(), digest_size=4).hexdigest(), 16) % 30_000

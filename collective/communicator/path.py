@@ -34,7 +34,7 @@ from .calls.call import Call, Planned
 from .foreign_names import explain_arguments
 from .listener import CallEvent, Listener, Listeners
 from .results import Results, interval_of
-from .streams import enqueue, synchronized, with_site
+from .streams import enqueue, with_site
 
 if TYPE_CHECKING:
     from collective.contract.backend import Plan
@@ -83,10 +83,10 @@ class Path(_Gate):
         opened: how often the doors have been opened, which changes the way of calls.
         rank, size, who: this rank, the number of ranks, and both as error texts show them.
         payload_tag: as of the transport; see :class:`Backend`.
-        on_device, on_host: whether the transport takes arrays on GPUs without staging, and arrays
-            on the CPU.
-        enqueues: whether calls on GPU arrays return once they are enqueued. The ranks compare such
-            calls in a separate step before they make them.
+        on_host: whether the transport takes arrays on the CPU.
+        enqueues: whether the transport takes arrays on GPUs without staging. Calls on them return
+            once they are enqueued. The ranks compare such calls in a separate step before they make
+            them.
         agree_first: whether the ranks compare every call in a separate round before the call.
         agree_sizes: whether the ranks need messages to compare the calls whose sizes may differ:
             true if the transport compares no calls.
@@ -132,7 +132,6 @@ class Path(_Gate):
         self.backend = backend
         self.capabilities = able = backend.capabilities
         self.payload_tag = backend.payload_tag
-        self.on_device = "cuda" in able.devices
         self.on_host = "cpu" in able.devices
         self.enqueues = backend.enqueues
         self.agree_first = check == "always" and (self.enqueues or not able.checks_calls)
@@ -213,8 +212,8 @@ class Path(_Gate):
         The value is the same on all ranks. It saves time if ranks share memory and the transport
         detects differing calls by itself. Such transports take no arrays on GPUs.
         """
-        shared = self.capabilities.symmetric_memory and not self.on_device
-        return shared and not (self.agree_sizes or self.agree_first or self.enqueues)
+        alone = self.agree_sizes or self.agree_first or self.enqueues
+        return self.capabilities.symmetric_memory and not alone
 
     def _is_watched(self) -> bool:
         return bool(self.listeners.all or self.results or self._capture)
@@ -357,10 +356,8 @@ class Path(_Gate):
         run: Callable[[], Any] = partial(_perform, call, limit)
         if self.broken is not None:
             run = partial(self.refuse_broken, call.operation)
-        elif near is not None and self.enqueues:
-            return enqueue(self, call.operation, run, async_op, near)
         elif near is not None:
-            run = synchronized(run, near.array)
+            return enqueue(self, call.operation, run, async_op, near)
         if not async_op and not self.lane.queue:
             return run()
         work = self.lane.submit(call.operation, with_site(run))

@@ -238,7 +238,7 @@ def _without_payloads(buffer: Buffer) -> Array | None:
     greatest = _GREATEST.get(buffer.dtype.name)
     if greatest is None:
         return None
-    array = _on_host(buffer.array)
+    array = buffer.array
     width = array.itemsize // (2 if buffer.dtype.kind == "c" else 1)
     bits = array.view(f"u{width}")
     nan = (bits & bits.dtype.type((1 << (8 * width - 1)) - 1)) > greatest
@@ -550,19 +550,13 @@ _AT_ONCE = 4
 Sums = tuple[int, int]
 
 
-def checksum(*arrays: Any) -> int:
+def checksum(*arrays: Array) -> int:
     """Return a checksum of 64 bits of the bytes of contiguous arrays.
 
     Any single flipped bit changes the checksum, and so does any exchange of bytes, unless sums of
     64 bits happen to be equal.
     """
-    views = [_on_host(array) for array in arrays]
-    return _joined([(*sums_of(view), view.nbytes) for view in views])
-
-
-def _on_host(array: Any) -> Array:
-    """Return the array of a buffer as a NumPy array; a copy if it is on a GPU."""
-    return array if isinstance(array, np.ndarray) else np.asarray(array.to_host())
+    return _joined([(*sums_of(array), array.nbytes) for array in arrays])
 
 
 def _joined(parts: list[tuple[int, int, int]]) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .path import Path
 
 __all__ = [
-    "Near", "StreamWork", "enqueue", "nearest", "settle", "stream_work", "synchronized",
+    "Near", "StreamWork", "enqueue", "nearest", "settle", "stream_work",
     "with_site", "within",
 ]  # fmt: skip
 
@@ -99,25 +99,11 @@ def settle(path: Path, what: str, array: Any, deadline: Deadline) -> None:
     It is for calls that find only while they run that their array is on a GPU. The caller, which
     waits for the lane, does not know the stream.
     """
-    if not path.enqueues or isinstance(array, np.ndarray):
+    if isinstance(array, np.ndarray):
         return
     if request_module.in_thread.site is not None:
         event = array.effective_stream.record()
         path.backend.synchronize_event(event, what, deadline)
-
-
-def synchronized(run: Callable[[], T], array: Any) -> Callable[[], T]:
-    """Return a function that calls ``run`` and waits on the host for the work that it enqueues.
-
-    The caller may then use the result on another stream.
-    """
-
-    def run_to_the_end() -> T:
-        result = run()
-        array.effective_stream.synchronize()
-        return result
-
-    return run_to_the_end
 
 
 def with_site(run: Callable[[], T]) -> Callable[[], T]:

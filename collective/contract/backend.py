@@ -531,11 +531,10 @@ class Backend(ABC):
 
     # -- GPUs ---------------------------------------------------------------------------
     # For transports whose capabilities name "cuda". The methods above then get buffers in GPU
-    # memory, too. A transport that enqueues returns when the operation is enqueued on the buffers'
-    # stream, and also has the methods below. A transport that does not enqueue waits for that
-    # stream on the host.
+    # memory, too. They return when the operation is enqueued on the buffers' stream. Such a
+    # transport also has the methods below.
 
-    #: Whether operations on GPU memory are enqueued on a stream.
+    #: Whether the transport takes buffers in GPU memory, and enqueues its operations on a stream.
     enqueues: ClassVar[bool] = False
     #: Whether an operation can be enqueued without waiting for the peers. False until the peers
     #: are connected.

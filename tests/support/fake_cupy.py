@@ -19,14 +19,13 @@ import numpy as np
 
 from collective.adapters.cupy import arrays
 from collective.backends.mpi import MpiBackend
-from collective.backends.mpi.cuda_aware import CudaAwareMpi
 from collective.backends.nccl import NcclBackend
 from collective.backends.shm import ShmBackend
 from collective.contract.world import World
 from collective.memory.arrays import adapter_of
 from tests.fakes import Fake, FakeArray, current_stream, environment
 
-__all__ = ["AwareMpi", "Mpi", "Nccl", "Runtime", "Shm", "of", "over", "pretend", "values_of"]
+__all__ = ["Mpi", "Nccl", "Runtime", "Shm", "of", "over", "pretend", "values_of"]
 
 
 class Runtime(threading.local):
@@ -157,12 +156,6 @@ class Nccl(_OnTheFake, NcclBackend):
 
 
 class Mpi(_OnTheFake, MpiBackend):
-    """``mpi`` on a library without GPU support, through page-locked memory."""
+    """``mpi``, which moves GPU arrays through page-locked memory."""
 
     name = "mpi-staged"
-
-
-class AwareMpi(_OnTheFake, CudaAwareMpi):
-    """``mpi`` on a library that takes the memory of GPUs."""
-
-    name = "mpi-aware"

@@ -43,7 +43,7 @@ SLOW = """
     backends/hierarchical/transport docs/pages backends/message_waits
     backends/mpi/failures adapters/chainer/chainermn/launch
     training/splits/cuts backends/nccl/conformance
-    backends/mpi/cuda_aware backends/gloo/conformance
+    backends/gloo/conformance
     meta/broken_transports tools/doctor backends/faults
     tools/parity_faults launch/several_hosts system/packaging system/hosts system/gpu_suite
     launch/clusters

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from collective.deadline import Deadline
-from collective.errors import DtypeError, ShapeError, UnsupportedError
+from collective.errors import DtypeError, ShapeError
 from collective.memory import dtypes
 from collective.memory.arrays import adapter_of
 from collective.request import Request
@@ -32,11 +32,6 @@ class Empty(Call):
         self._dtype = self._element_type(dtype)
         self._shape = self._dimensions(shape)
         self._on_gpu = self._wants_gpu(like)
-        if self._on_gpu and not path.enqueues:
-            raise UnsupportedError(
-                f"empty: GPU memory was requested; backend {path.backend.name!r} has none that "
-                f"ranks share {path.who}. Make the array with its framework: calls accept it, too."
-            )
         self._adapter = adapter_for(like, self._on_gpu)
 
     def _element_type(self, dtype: Any) -> dtypes.DType:
@@ -64,7 +59,7 @@ class Empty(Call):
 
     def _wants_gpu(self, like: Any) -> bool:
         """Return whether the caller requests GPU memory; all ranks must request the same kind."""
-        if not self.path.on_device:
+        if not self.path.enqueues:
             return False
         if like is None or isinstance(like, str):
             return not self.path.on_host or like in ("cuda", "cupy")

@@ -171,7 +171,7 @@ class Call(ABC):
     def run_by(self, near: Near | None) -> None:
         """Set the GPU array whose stream the call runs on; None if the call has no GPU array."""
         self.near = near
-        self.several_streams = near is not None and self.path.enqueues and bool(near.others)
+        self.several_streams = near is not None and bool(near.others)
 
     def known_plan(self, spot: Spot) -> tuple[Planned | None, tuple[int, ...] | None]:
         """Return the plan of an earlier call on an array like the one at ``spot``, and a shape.

@@ -138,7 +138,7 @@ def room_for(
     nbytes = words[2]
     path.listeners.message_arrives(nbytes, path.tell_failure)
     inline = None if words[0] == _FOLLOWING else head.inline(nbytes)
-    direct = _direct(path, words, out, inline is None)
+    direct = _direct(path, words, out)
     if inline is None:
         if direct is not None:
             payload = direct
@@ -177,17 +177,13 @@ def check_out(path: Path, what: str, out: Any) -> Near | None:
     return Near(array, adapter)
 
 
-def _direct(path: Path, words: Sequence[int], out: Any, follows: bool) -> Buffer | None:
+def _direct(path: Path, words: Sequence[int], out: Any) -> Buffer | None:
     """Return ``out`` as a buffer of bytes, if the message can be received directly into it."""
     if out is None or nested.is_tree(out) or words[0] in (_STRUCTURE, _OBJECT):
         return None
     array, dtype = adapter_of(out).output(out)
     on_gpu = not isinstance(array, np.ndarray)
-    if path.enqueues:
-        fits = on_gpu == (words[0] == _FOLLOWING)
-    else:
-        fits = not on_gpu or (path.on_device and follows)
-    if not fits or not array.flags.carray:
+    if on_gpu != (path.enqueues and words[0] == _FOLLOWING) or not array.flags.carray:
         return None
     if _shape(words) != array.shape or dtype.code != words[1]:
         return None

@@ -448,7 +448,7 @@ def _post(
         return run()
     ends = "-".join(str(end) for end in (dst, src) if end is not None)
     lane = path.lane_of(key, f"collective-{operation}-{ends}-{tag}")
-    if near is None or not path.enqueues:
+    if near is None:
         work = lane.submit(what, with_site(run))
     else:
         # The message runs on its own stream, beside the caller's stream and those of other

@@ -72,7 +72,7 @@ def view(path: Path, what: str, x: Any, hosted: str = "") -> View:
         adapter = NUMBERS
     array, dtype = adapter.view(x)
     if type(array) is not np.ndarray and (path.on_host or not isinstance(array, Distant)):
-        if not path.on_device or isinstance(array, Distant):
+        if not path.enqueues or isinstance(array, Distant):
             return staged(path, View(adapter, array, dtype))
         if array.device is not path.gpu:
             check_device(path, what, array)

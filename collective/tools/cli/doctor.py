@@ -232,11 +232,10 @@ def _mpi(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     mpi = report["mpi"]
     library = mpi["library"]
     if library:
-        aware = "CUDA-aware" if library["cuda_aware"] else "not CUDA-aware"
         level = f", thread level {library['thread_level']}" if library["thread_level"] else ""
         yield (
             "library",
-            f"{library['vendor']} {library['version']}, MPI {library['standard']}{level}, {aware}"
+            f"{library['vendor']} {library['version']}, MPI {library['standard']}{level}"
             f"\n{library['path']}",
         )
     elif not mpi["error"].endswith(report["transports"]["mpi"]["reason"]):

@@ -19,7 +19,7 @@ from tests.support.mpi_launches import launch_of, needs
 
 cupy = pytest.importorskip("cupy")
 
-from tests.support.fake_cupy import AwareMpi, Mpi, Nccl, Shm, over, pretend, values_of  # noqa: E402
+from tests.support.fake_cupy import Mpi, Nccl, Shm, over, pretend, values_of  # noqa: E402
 
 pytestmark = pytest.mark.whole
 
@@ -67,13 +67,6 @@ def test_nccl_conforms_with_cupy_arrays(check: Check) -> None:
 @needs_compiler
 @with_checks(Mpi, mpiexec=_LAUNCH)
 def test_mpi_conforms_with_cupy_arrays(check: Check) -> None:
-    _with_mpi(check)
-
-
-@needs("mpich")
-@needs_compiler
-@with_checks(AwareMpi, mpiexec=_LAUNCH)
-def test_cuda_aware_mpi_conforms_with_cupy_arrays(check: Check) -> None:
     _with_mpi(check)
 
 
