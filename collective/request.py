@@ -59,7 +59,6 @@ class Request:
         alike: in ``all_to_all``, whether all ranks cut as this rank does, so that the same number
             of elements comes from each rank.
         is_step: whether this is a step of a call, whose arrays may have another dtype and shape.
-        precedes: whether this is an operation that carries a message before the call itself.
     """
 
     # These are None in operations that do not have them.
@@ -70,7 +69,7 @@ class Request:
 
     __slots__ = (
         "_described", "alike", "digest", "dtype", "elements", "incoming", "is_step", "op",
-        "operation", "options", "ordered", "precedes", "root", "shape",
+        "operation", "options", "ordered", "root", "shape",
     )  # fmt: skip
 
     def __init__(
@@ -89,7 +88,6 @@ class Request:
     ) -> None:
         self.alike = alike
         self.is_step = False
-        self.precedes = False
         self.operation = operation
         self.dtype = dtype
         self.shape = shape
@@ -144,24 +142,6 @@ class Request:
         part.digest = _digest(f"{self.digest} {(number,)}")
         return part
 
-    def preceding(self, operation: str, elements: Sequence[int] | None = None) -> Request:
-        """Return the request of an operation that carries a message before the call itself.
-
-        All ranks take part in it, including ranks that know only the name and the root of the call.
-        So its digest depends on the name and the root only.
-
-        Args:
-            operation, elements: operation that carries the message, and its elements, as in the
-                class.
-        """
-        part = copy.copy(self)
-        part.digest = Request(self.operation, root=self.root).digest
-        part.operation = operation
-        part.is_step = part.precedes = True
-        part.dtype = part.shape = None
-        part._set(None, self.root, elements, None)
-        return part
-
     def comparing_results(self, elements: Sequence[int]) -> Request:
         """Return the request of an all-gather that carries checksums of this call's results.
 
@@ -171,7 +151,8 @@ class Request:
         Args:
             elements: as in the class.
         """
-        part = self.preceding("all_gather").step(1, "all_gather", elements=elements)
+        call = Request(self.operation, root=self.root)
+        part = call.step(1, "all_gather", elements=elements)
         part.options = {**self.options, "compared": "results"}
         part._described = {**self._described, "options": part.options}
         return part

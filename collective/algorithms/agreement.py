@@ -25,14 +25,12 @@ _INT64, _UINT8 = BY_NAME["int64"], BY_NAME["uint8"]
 def agree(messages: Messages, request: Request) -> None:
     """Check that all ranks make the same ``request``.
 
-    One all-gather collects a digest of 8 bytes from each rank. Only if the digests differ, the
-    ranks also exchange their descriptions. Every rank compares the same digests, so either all
-    ranks exchange descriptions or none does.
+    Only if the ranks' digests differ, they also exchange their descriptions.
 
     Raises:
         Disagreement: the digests differ; raised on every rank, with all headers.
     """
-    if not bool((_collect(messages, request.digest) == request.digest).all()):
+    if not _all_have(messages, request.digest or 1):
         compare_headers(messages, request)
 
 
@@ -59,19 +57,29 @@ def _collect(messages: Messages, number: int) -> np.ndarray[tuple[int], np.dtype
 
 
 def barrier(messages: Messages) -> None:
-    """Wait until every rank has called this function.
+    """Wait until every rank has called this function."""
+    _all_have(messages, 1)
 
-    This is the dissemination barrier: in round k, each rank sends a message to the rank 2**k ahead.
-    After ceil(log2(size)) rounds each rank has got word, directly or through others, of all ranks.
-    Hensgen, Finkel & Manber, "Two Algorithms for Barrier Synchronization" (1988).
+
+def _all_have(messages: Messages, number: int) -> bool:
+    """Return, once every rank has called this function, whether all have passed the same number.
+
+    The messages are those of the dissemination barrier: in round k, each rank sends one to the rank
+    2**k ahead. After ceil(log2(size)) rounds each rank has got word, directly or through others, of
+    all ranks. Hensgen, Finkel & Manber, "Two Algorithms for Barrier Synchronization" (1988). A rank
+    that has got word of another number sends 0 from then on. So all ranks return the same.
+
+    Args:
+        number: a number other than 0, of at most 63 bits.
     """
-    # Send one byte, since not every transport carries empty messages.
-    token = Buffer.empty(2, _UINT8)
-    token.array[:] = 0
-    out, into = token.part(0, 1), token.part(1, 2)
+    out = Buffer(np.array([number], np.int64), _INT64)
+    into = Buffer(np.array([number], np.int64), _INT64)
     distance = 1
     while distance < messages.size:
         to = (messages.rank + distance) % messages.size
         source = (messages.rank - distance) % messages.size
         messages.exchange(out, to, into, source)
+        if into.array[0] != number:
+            out.array[0] = 0
         distance *= 2
+    return bool(out.array[0])

@@ -88,11 +88,8 @@ class Path(_Gate):
             once they are enqueued. The ranks compare such calls in a separate step before they make
             them.
         agree_first: whether the ranks compare every call in a separate round before the call.
-        agree_sizes: whether the ranks need messages to compare the calls whose sizes may differ:
+        agree_sizes: whether the ranks compare the calls whose sizes may differ in a separate round:
             true if the transport compares no calls.
-        heads: whether a broadcast or scatter begins with a head from the root, which describes the
-            array. False if calls are enqueued: a rank that passed None does not know whether the
-            root's array is on a GPU.
         plans: plans of earlier calls, by keys that the calls choose.
         gpu: this rank's GPU, known once a call has had an array on it.
         expects: if not None, the caller states the lengths that it expects in the running call: one
@@ -134,9 +131,8 @@ class Path(_Gate):
         self.payload_tag = backend.payload_tag
         self.on_host = "cpu" in able.devices
         self.enqueues = backend.enqueues
-        self.agree_first = check == "always" and (self.enqueues or not able.checks_calls)
-        self.agree_sizes = not able.checks_calls
-        self.heads = self.agree_sizes and not self.agree_first and not self.enqueues
+        self.agree_sizes = self.enqueues or not able.checks_calls
+        self.agree_first = check == "always" and self.agree_sizes
         self.plans: dict[Any, Planned] = {}
         self.gpu: Any = None
         self.lane_name = f"collective-{backend.name}-{backend.rank}"
@@ -194,7 +190,7 @@ class Path(_Gate):
         self.door = None
         if not shut and self.on_host:
             self.door = native.door(self.recorder.ring, self.lane.queue, self.rank, self.size)
-        self.door_of_pieces = None if self.agree_sizes or self.enqueues else self.door
+        self.door_of_pieces = None if self.agree_sizes else self.door
         self.door_of_scatter = self.door_of_pieces if self.scatters_at_once else None
         # Every message is compared, whatever the interval, and Python does that.
         # Nor may a receive of C overtake those in flight.
@@ -212,8 +208,7 @@ class Path(_Gate):
         The value is the same on all ranks. It saves time if ranks share memory and the transport
         detects differing calls by itself. Such transports take no arrays on GPUs.
         """
-        alone = self.agree_sizes or self.agree_first or self.enqueues
-        return self.capabilities.symmetric_memory and not alone
+        return self.capabilities.symmetric_memory and not self.agree_sizes
 
     def _is_watched(self) -> bool:
         return bool(self.listeners.all or self.results or self._capture)
@@ -632,26 +627,6 @@ class Path(_Gate):
             return difference.headers
         return None
 
-    def head_plan(
-        self, what: str, request: Request | None, root: int | None, operation: str,
-        elements: Sequence[int] | None = None,
-    ) -> Planned:  # fmt: skip
-        """Return the plan of the operation that carries the head of a call.
-
-        The operation is the same on ranks that know only the name and root of the call.
-
-        Args:
-            what, root: name of the call, and its root.
-            request: the call; None on a rank that knows only ``what`` and ``root``.
-            operation, elements: operation that carries the head, and its elements.
-        """
-        key = "head", what, request, root
-        planned = self.plans.get(key)
-        if planned is None:
-            known = Request(what, root=root) if request is None else request
-            planned = self.remember(key, self.planned(known.preceding(operation, elements)))
-        return planned
-
     @property
     def object_heads(self) -> bool:
         """Whether the broadcast of an object begins with a head, where that of an array does not.
@@ -659,7 +634,7 @@ class Path(_Gate):
         The transport compares the calls by itself. No rank but the root knows the object's length,
         so without a head each such call would differ first.
         """
-        return not (self.agree_sizes or self.agree_first or self.enqueues or self.results)
+        return not (self.agree_sizes or self.results)
 
     def object_head_plan(self, root: int) -> Planned:
         """Return the plan of the operation that carries the head of an object from ``root``."""
@@ -667,31 +642,10 @@ class Path(_Gate):
         planned = self.plans.get(key)
         if planned is None:
             # A step has another digest than the comparison of an array's broadcast.
-            call = Request("broadcast", root=root, object=True).preceding("broadcast")
+            call = Request("broadcast", root=root, object=True)
             planned = self.planned(call.step(1, "broadcast", root=root), fixed=True)
             self.remember(key, planned)
         return planned
-
-    def break_mismatch(
-        self, what: str, root: int, theirs: dict[str, Any], mine: dict[str, Any]
-    ) -> NoReturn:
-        """Break the communicator, and raise ``MismatchError``, as this call is not the root's.
-
-        The call cannot be repeated: the root receives no answer, so it is already sending the
-        array.
-
-        Args:
-            what: the operation.
-            root: rank of the root.
-            theirs, mine: headers of the calls of the root and of this rank.
-        """
-        failure = Failure("mismatch", self.rank, (
-            f"the ranks made different calls:\n{differing({root: theirs, self.rank: mine})}\nEvery "
-            "rank must make the same collective calls in the same order; COLLECTIVE_CHECK=always "
-            "compares each call before it is sent"
-        ))  # fmt: skip
-        self.backend.abort(failure)
-        raise failure.error(what, self.rank)
 
     def raise_mismatch(self, headers: Sequence[dict[str, Any]]) -> NoReturn:
         """Raise ``MismatchError`` with the ranks' different calls."""

@@ -107,19 +107,14 @@ class Results:
         # whether C or Python has made a call.
         if self._ring.left > 0:
             path.run_recorded(planned, src, dst, deadline)
-            self._count(planned.request)
+            self._count()
             return
         with _telling_peers(path):
             checksums = run(path, planned, src, dst, deadline)
-        self._count(planned.request)
+        self._count()
         _gather_and_check(path, planned.request, checksums, dst, deadline)
 
-    def _count(self, request: Request) -> None:
-        # The head of a call is compared if its call is due, but it is no call.
-        if not request.precedes:
-            self.count()
-
-    def count(self) -> None:
+    def _count(self) -> None:
         """Count a call that has succeeded."""
         ring = self._ring
         ring.left = ring.left - 1 if ring.left > 0 else ring.interval - 1

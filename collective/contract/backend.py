@@ -132,11 +132,9 @@ class Capabilities:
         across_hosts: whether ranks may be on different hosts.
         in_process: whether the ranks are threads of one process.
         checks_calls: whether every collective call compares the ranks' requests without an extra
-            message. If False, the communicator compares requests by messages: of ``gather`` and
-            ``all_gather`` without ``counts`` and of ``all_to_all`` always, of other calls with
-            ``COLLECTIVE_CHECK=always``. Without that setting, the root of a ``broadcast`` or
-            ``scatter`` sends at once, and a call that differs breaks the communicator. If calls
-            are enqueued (:attr:`Backend.enqueues`), these two are always compared, too.
+            message. If False, the communicator compares requests by messages: of ``broadcast``,
+            ``scatter``, ``all_to_all``, and of ``gather`` and ``all_gather`` without ``counts``
+            always, of other calls with ``COLLECTIVE_CHECK=always``.
         symmetric_memory: whether :meth:`Backend.empty` returns memory that reduces
             without copies.
         any_source: whether ``recv`` takes ``ANY_SOURCE``.

@@ -65,6 +65,5 @@ def test_scatter_with_wrong_out_raises_on_that_rank_only(comm: Communicator) -> 
 
 @on_ranks("pool")
 def test_scatter_with_two_roots_raises_mismatch(comm: Communicator) -> None:
-    if comm.capabilities.checks_calls:  # other transports do not compare calls by themselves
-        with pytest.raises(CollectiveError, match="different calls"):
-            comm.dup().scatter(np.ones(6), root=comm.rank, timeout=5.0)
+    with pytest.raises(CollectiveError, match="different calls"):
+        comm.dup().scatter(np.ones(6), root=comm.rank, timeout=5.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +21,6 @@ from .heads import Head
 from .views import UINT8, View, adapter_for, pack, room_on_gpu, unpack, view, views, where
 
 __all__ = ["Barrier", "Broadcast"]
-
-# Words of a head: the root's digest, dtype code, number of bytes, length of the description of a
-# structure, number of dimensions, and shape. NumPy arrays have 64 dimensions at most.
-_WORDS = 5 + 64
 
 
 class Barrier(Call):
@@ -54,32 +49,15 @@ class _Broadcasting(Call):
     rooted = True
     root: int
 
-    def move(
-        self, buffer: Buffer, planned: Planned, deadline: Deadline, described: int = 0
-    ) -> None:
+    def move(self, buffer: Buffer, planned: Planned, deadline: Deadline) -> None:
         """Broadcast a buffer whose dtype and shape this rank knows.
-
-        Args:
-            described: number of bytes at the buffer's start that describe a structure; -1 if the
-                buffer holds an object.
 
         Raises:
             Disagreement: the ranks' calls differ, perhaps only because a rank has passed None.
         """
-        path, request = self.path, planned.request
-        if path.heads or (described < 0 and path.object_heads):
-            head = self.exchange_head(request, buffer, deadline, described)
-            inline = head.inline(buffer.nbytes)
-            if inline is None:
-                if described:
-                    planned = path.planned(_to_all(request))
-                path.carry(planned, buffer, buffer, deadline)
-            elif path.rank != self.root:
-                buffer.array.view(np.uint8)[:] = inline
-            return
-        if path.agree_sizes or path.enqueues:
-            path.compare_calls(request, deadline)
-        path.carry(planned, buffer, buffer, deadline)
+        if self.path.agree_sizes:
+            self.path.compare_calls(planned.request, deadline)
+        self.path.carry(planned, buffer, buffer, deadline)
 
     def move_to_all(
         self, buffer: Buffer, request: Request, headers: Sequence[Header], deadline: Deadline
@@ -88,51 +66,18 @@ class _Broadcasting(Call):
         self.root_header(headers)
         self.path.carry(self.path.planned(_to_all(request)), buffer, buffer, deadline)
 
-    def exchange_head(
-        self, request: Request | None, buffer: Buffer | None, deadline: Deadline,
-        described: int = 0,
-    ) -> Head:  # fmt: skip
-        """Broadcast a description of the root's array, with all its bytes if there is room.
-
-        On transports that compare no calls, this message replaces the comparison: the root does
-        not know whether a rank has passed None.
+    def exchange_head(self, deadline: Deadline, buffer: Buffer | None = None) -> Head:
+        """Broadcast the length of the root's object, with all its bytes if there is room.
 
         Args:
-            request, buffer: request and buffer of this rank; None if this rank passed None.
-            described: as in :meth:`move`.
-
-        Raises:
-            MismatchError: this rank's array differs from the root's in dtype or shape, or one of
-                them is an object.
+            buffer: the object; only at the root.
         """
-        path, root = self.path, self.root
-        head = Head(_WORDS)
-        if path.rank == root:
-            assert request is not None
-            assert request.shape is not None
-            assert buffer is not None
-            ndim = len(request.shape)
-            head.words[:5] = request.digest, buffer.dtype.code, buffer.nbytes, described, ndim
-            head.words[5 : 5 + ndim] = request.shape
+        head = Head(1)
+        if buffer is not None:
+            head.words[0] = buffer.nbytes
             head.put(buffer.array)
-        if path.heads:
-            plan = path.head_plan("broadcast", request, root, "broadcast")
-        else:
-            plan = path.object_head_plan(root)
-        path.carry(plan, head.buffer, head.buffer, deadline)
-        if request is None:
-            differs = (head.words[3] < 0) != (described < 0)
-        else:
-            differs = head.words[0] != request.digest
-        if differs:
-            is_object = bool(head.words[3] < 0) or None
-            theirs = Request("broadcast", *_described(head), root=root, object=is_object)
-            mine = request or Request("broadcast", root=root, object=described < 0 or None)
-            path.break_mismatch(
-                "broadcast", root, json.loads(theirs.header("")), json.loads(mine.header())
-            )
-        if path.results is not None and head.inline(int(head.words[2])) is not None:
-            path.results.count()  # the call is complete: no operation follows this one
+        plan = self.path.object_head_plan(self.root)
+        self.path.carry(plan, head.buffer, head.buffer, deadline)
         return head
 
     def root_header(self, headers: Sequence[Header]) -> Header:
@@ -218,7 +163,11 @@ class Broadcast(_Broadcasting):
         return self
 
     def run(self, deadline: Deadline) -> Any:
-        self.move(self._buffer, self._planned, deadline, -1 if self.hosted == "object" else 0)
+        path, buffer, planned = self.path, self._buffer, self._planned
+        if self.hosted != "object" or not path.object_heads:
+            self.move(buffer, planned, deadline)
+        elif self.exchange_head(deadline, buffer).inline(buffer.nbytes) is None:
+            path.carry(path.planned(_to_all(planned.request)), buffer, buffer, deadline)
         return self._result()
 
     def recover(self, headers: Sequence[Header], deadline: Deadline) -> Any:
@@ -283,19 +232,18 @@ class _UnknownBroadcast(_Broadcasting):
         self.path = call.path
         self.root = call.root
         self._like = call.like
-        self._described = -1 if call.hosted == "object" else 0
+        self._object = call.hosted == "object"
         adapter_for(self._like)
 
     def run(self, deadline: Deadline) -> Any:
         path, root, like = self.path, self.root, self._like
-        inline, options, described = None, {}, 0
-        if path.heads or (self._described < 0 and path.object_heads):
-            head = self.exchange_head(None, None, deadline, self._described)
-            dtype, shape = _described(head)
-            inline = head.inline(int(head.words[2]))
-            described = max(0, int(head.words[3]))
+        inline, options = None, {}
+        if self._object and path.object_heads:
+            head = self.exchange_head(deadline)
+            dtype, shape = UINT8, (int(head.words[0]),)
+            inline = head.inline(shape[0])
         else:
-            request = Request(self.operation, root=root, object=self._described < 0 or None)
+            request = Request(self.operation, root=root, object=self._object or None)
             header = self.root_header(path.headers_if_different(request, deadline) or [])
             dtype, shape = dtypes.named(header["dtype"]), tuple(header["shape"])
             options = header["options"]
@@ -303,7 +251,7 @@ class _UnknownBroadcast(_Broadcasting):
         adapter = adapter_for(like, on_gpu)
         room = room_on_gpu(path, adapter, 0) if on_gpu else None
         output = None
-        if not described and "nesting" not in options:
+        if "nesting" not in options:
             output = path.allocate(Output, self.operation, None, adapter, shape, dtype, room)
             buffer = Buffer(output.flat, dtype)
         else:
@@ -317,16 +265,13 @@ class _UnknownBroadcast(_Broadcasting):
         if output is not None:
             result = output.finish()
         else:
-            structure = options
-            if described:
-                structure = json.loads(buffer.array[:described].tobytes())
             outputs = [
                 Output(self.operation, None, adapter, tuple(shape), dtypes.named(name), room)
-                for name, *shape in structure["leaves"]
+                for name, *shape in options["leaves"]
             ]
-            unpack(buffer.array[described:], [leaf.flat for leaf in outputs])
+            unpack(buffer.array, [leaf.flat for leaf in outputs])
             leaves = iter([leaf.finish() for leaf in outputs])
-            result = nested.rebuild(structure["nesting"], leaves)
+            result = nested.rebuild(options["nesting"], leaves)
         settle(path, self.operation, buffer.array, deadline)
         return result
 
@@ -352,11 +297,7 @@ class _StructureBroadcast(_Broadcasting):
                 Output(self.operation, out, leaf.adapter, leaf.array.shape, leaf.dtype, leaf.array)
                 for out, leaf in zip(outs, leaves)
             ]
-        # If no headers are compared, ranks that passed None learn the structure from this text.
-        structure = {"leaves": shapes, "nesting": nesting}
-        text = json.dumps(structure).encode() if path.heads else b""
-        self._text = np.frombuffer(text, np.uint8)
-        self._nbytes = self._text.size + sum(leaf.array.nbytes for leaf in leaves)
+        self._nbytes = sum(leaf.array.nbytes for leaf in leaves)
         self._planned = path.planned(
             Request(
                 self.operation, UINT8, (self._nbytes,), root=self.root, leaves=shapes,
@@ -367,7 +308,7 @@ class _StructureBroadcast(_Broadcasting):
 
     def run(self, deadline: Deadline) -> Any:
         self._packed = packed = self._pack()
-        self.move(packed, self._planned, deadline, self._text.size)
+        self.move(packed, self._planned, deadline)
         return self._result(packed)
 
     def recover(self, headers: Sequence[Header], deadline: Deadline) -> Any:
@@ -376,20 +317,17 @@ class _StructureBroadcast(_Broadcasting):
 
     def _pack(self) -> Buffer:
         """Return a buffer for all leaves; at the root, filled with the bytes of the leaves."""
-        text = self._text
         arrays = [leaf.array for leaf in self._leaves]
         packed = Buffer.empty(self._nbytes, UINT8, arrays[0] if arrays else None)
         if self.path.rank == self.root:
-            if text.size:
-                packed.array[: text.size] = text
-            pack([array.ravel() for array in arrays], packed.array[text.size :])
+            pack([array.ravel() for array in arrays], packed.array)
         return packed
 
     def _result(self, packed: Buffer) -> Any:
         outputs = self._outputs
         if outputs is None:
             return _unchanged(self._call.x, self._leaves)
-        unpack(packed.array[self._text.size :], [output.flat for output in outputs])
+        unpack(packed.array, [output.flat for output in outputs])
         leaves = iter([output.finish() for output in outputs])
         return nested.rebuild(self._call.template, leaves)
 
@@ -406,9 +344,3 @@ def _to_all(request: Request) -> Request:
     """Return the request in a form that ranks that passed None can make, too."""
     device = request.options.get("device")
     return Request("broadcast", request.dtype, request.shape, root=request.root, device=device)
-
-
-def _described(head: Head) -> tuple[dtypes.DType, tuple[int, ...]]:
-    """Return the dtype and shape that a head contains."""
-    ndim = int(head.words[4])
-    return dtypes.BY_CODE[int(head.words[1])], tuple(map(int, head.words[5 : 5 + ndim]))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -29,7 +28,6 @@ from ..output import Output, outputs_of
 from ..path import Path
 from ..streams import nearest
 from .call import Call, Header, Planned, straight
-from .heads import HEAD_BYTES, Head
 from .views import UINT8, Array, Leaf, View, adapter_for, bytes_of, elements_of, view, views, where
 
 __all__ = ["AllGather", "AllToAll", "Gather", "Pieces", "assemble"]
@@ -66,12 +64,6 @@ class Pieces(Call):
         """Return this rank's pieces as contiguous bytes."""
 
     @abstractmethod
-    def join_small(
-        self, payloads: list[Array], src: Buffer, dst: Buffer, deadline: Deadline
-    ) -> None:
-        """Write the result of equal small arrays, whose bytes came with the digests."""
-
-    @abstractmethod
     def uneven(self, headers: Sequence[Header]) -> tuple[Sequence[Sequence[int]], Planned]:
         """Return the number of rows of each leaf from each rank, and the plan for these numbers.
 
@@ -96,8 +88,9 @@ class Pieces(Call):
     # -- the call ------------------------------------------------------------------------
 
     def run(self, deadline: Deadline) -> Any:
-        planned = self._compared(deadline) if self.compares else self.planned
-        return self._send(self.expected, planned, deadline)
+        if self.compares and self.path.agree_sizes:
+            self.path.compare_calls(self.planned.request, deadline)
+        return self._send(self.expected, self.planned, deadline)
 
     def recover(self, headers: Sequence[Header], deadline: Deadline) -> Any:
         rows, planned = self.uneven(headers)
@@ -170,24 +163,6 @@ class Pieces(Call):
         return output.finish()
 
     # -- comparing calls --------------------------------------------------------------------
-
-    def _compared(self, deadline: Deadline) -> Planned:
-        """Compare the ranks' calls if the transport does not; return the plan to run.
-
-        If the arrays are small, their bytes travel with the comparison. Then the plan only joins
-        these bytes.
-
-        Raises:
-            Disagreement: the calls differ.
-        """
-        path, request = self.path, self.planned.request
-        if path.agree_first:
-            path.compare_calls(request, deadline)
-        elif path.agree_sizes or request.options.get("device"):
-            payloads = _exchange_heads(path, request, self.pack(), deadline)
-            if payloads is not None:
-                return Planned(request, partial(self.join_small, payloads))
-        return self.planned
 
     def plan_pieces(
         self, axis: int, counts: Sequence[int] | None, sent: list[list[int]] | None = None
@@ -292,45 +267,6 @@ class Pieces(Call):
             fit = fit and expects == [lengths[receiver] for lengths in sent]
         if not fit:
             self.path.raise_mismatch(headers)
-
-
-def _exchange_heads(
-    path: Path, request: Request, payload: Array, deadline: Deadline
-) -> list[Array] | None:
-    """Compare ``request`` on all ranks, and give every rank the payloads if they are small.
-
-    On transports that compare no calls, this function compares them, by one message from each
-    rank. If digests differ, it calls :meth:`Path.compare_calls`, which exchanges the ranks'
-    headers.
-
-    Args:
-        payload: contiguous bytes; ranks that make the same call pass the same number of bytes. A
-            payload on a GPU is not sent.
-
-    Returns:
-        The ranks' payloads, in rank order; None if the payloads are too long or on a GPU.
-
-    Raises:
-        Disagreement: the calls differ.
-    """
-    if not isinstance(payload, np.ndarray):
-        path.compare_calls(request, deadline)
-        return None
-    head = Head(1)
-    head.words[0] = request.digest
-    head.put(payload)
-    received = Buffer.empty(HEAD_BYTES * path.size, UINT8)
-    lengths = [HEAD_BYTES] * path.size
-    plan = path.head_plan(request.operation, request, request.root, "all_gather", lengths)
-    path.carry(plan, head.buffer, received, deadline)
-    heads = [Head(1, words) for words in received.array.reshape(path.size, HEAD_BYTES)]
-    if any(other.words[0] != request.digest for other in heads):
-        # All ranks have the same words, so either all ranks come here or none. compare_calls()
-        # raises Disagreement with the ranks' headers.
-        path.compare_calls(request, deadline)
-    # Equal calls have payloads of equal length: either all of them are in the heads, or none.
-    payloads = [other.inline(payload.size) for other in heads]
-    return [inline for inline in payloads if inline is not None] or None
 
 
 def assemble(
@@ -462,12 +398,6 @@ class _Collection(Pieces):
             return self.leaves[0].array.ravel().view(np.uint8)
         return bytes_of([leaf.array.ravel() for leaf in self.leaves])
 
-    def join_small(
-        self, payloads: list[Array], src: Buffer, dst: Buffer | None, deadline: Deadline
-    ) -> None:
-        if dst is not None:
-            np.concatenate(payloads, out=dst.array.view(np.uint8))
-
     def received_elements(self, planned: Planned) -> Sequence[int] | None:
         return planned.request.elements if self.receives else None
 
@@ -537,16 +467,6 @@ class AllToAll(Pieces):
                 for leaf, rows in zip(self.leaves, self._sent)
             ]
         )
-
-    def join_small(
-        self, payloads: list[Array], src: Buffer, dst: Buffer | None, deadline: Deadline
-    ) -> None:
-        assert dst is not None
-        # The ranks' calls are equal, so every rank cuts its array as this rank does.
-        rank, width, elements = self.path.rank, src.dtype.itemsize, self.planned.request.elements
-        start = width * sum(elements[:rank])
-        pieces = [payload[start : start + width * elements[rank]] for payload in payloads]
-        np.concatenate(pieces, out=dst.array.view(np.uint8))
 
     def received_elements(self, planned: Planned) -> Sequence[int] | None:
         return planned.request.incoming

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from ..path import Path
 from ..streams import nearest, settle
 from .call import Call, Header, Planned
 from .gathering import assemble
-from .heads import Head
 from .views import (
     UINT8,
     Array,
@@ -37,9 +35,6 @@ from .views import (
 
 __all__ = ["Scatter"]
 
-# Header of a scatter without what only the root knows.
-_UNKNOWN = {"operation": "scatter", "dtype": None, "shape": None, "site": ""}
-
 
 class Scatter(Call):
     """See :meth:`Communicator.scatter`.
@@ -47,7 +42,7 @@ class Scatter(Call):
     Only the root knows the shape and dtype of the array. If the transport compares calls by itself
     and memory is shared, the call is made at once, as if the other ranks had guessed the root's
     call from their ``out``. If a rank has not, all ranks continue with the root's header. On other
-    transports the root describes its array first.
+    transports the ranks compare their calls first.
     """
 
     operation = "scatter"
@@ -212,49 +207,11 @@ class Scatter(Call):
         )  # fmt: skip
 
     def _options_of_root(self, deadline: Deadline) -> dict[str, Any]:
-        """Return the options of the root's call, which the root sends to the other ranks."""
-        path, request = self.path, self._request
-        if not path.heads:
-            headers = path.headers_if_different(request, deadline)
-            # If the calls are equal, the other ranks have guessed the root's call.
-            return request.options if headers is None else self._options_in(headers)
-        head = Head(1)
-        text = np.frombuffer(json.dumps(request.options).encode(), np.uint8)
-        if path.rank == self.root:
-            head.words[0] = text.size
-            head.put(text)
-        about = request.preceding("broadcast")
-        path.carry(path.planned(about), head.buffer, head.buffer, deadline)
-        received = head.inline(int(head.words[0]))
-        if received is None:
-            received = np.empty(int(head.words[0]), np.uint8)
-            if path.rank == self.root:
-                received[:] = text
-            buffer = Buffer(received, UINT8)
-            path.carry(path.planned(about), buffer, buffer, deadline)
-        options = dict(json.loads(received.tobytes()))
-        self._compare_head(options)
-        return options
-
-    def _compare_head(self, options: dict[str, Any]) -> None:
-        """Break the communicator if the root sends an object, or another piece than ``out`` states.
-
-        The root gets no answer to its head, so it is already sending the pieces.
-
-        Args:
-            options: options of the root's call.
-
-        Raises:
-            MismatchError: the calls differ in that.
-        """
-        path = self.path
-        if path.rank == self.root:
-            return
-        mine = json.loads(self._request.header())
-        agreed = options.get("object") == self._object
-        if not agreed or (self._states and not self._fits(options, mine, path.rank)):
-            theirs = {**_UNKNOWN, "options": options}
-            path.break_mismatch("scatter", self.root, theirs, mine)
+        """Compare the ranks' calls; return the options of the root's call."""
+        request = self._request
+        headers = self.path.headers_if_different(request, deadline)
+        # If the calls are equal, the other ranks have guessed the root's call.
+        return request.options if headers is None else self._options_in(headers)
 
     @staticmethod
     def _fits(options: dict[str, Any], header: Header, rank: int) -> bool:
