@@ -61,9 +61,6 @@ THIRD_PARTY = {
     ("collective/launch/ray", "Ray registers a backend once, and tells nowhere else whether"): (
         "_global_registry"
     ),
-    ("collective/launch/ray", "handles of Ray's actors have no public name for the actor's id"): (
-        "_actor_id"
-    ),
     ("adapters/torch", "only these names exclude a function from Dynamo's traces"): (
         "_FrameAction _FrameExecStrategy"
     ),

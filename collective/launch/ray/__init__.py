@@ -31,15 +31,7 @@ except ImportError as _error:
         f"collective.launch.ray: Ray cannot be imported: {_error}. Try `{install.hint('ray')}`."
     ) from _error
 
-from .arrays import (
-    Ends,
-    GroupTransport,
-    NumpyGroupTransport,
-    NumpyTransport,
-    SharedArrays,
-    SharedMemoryTransport,
-    register_transports,
-)
+from .arrays import NumpyTransport, SharedArrays, SharedMemoryTransport, register_transports
 from .group import ActorGroup
 from .running import run
 
@@ -51,9 +43,7 @@ NAME = "collective"
 # Ray's threads import these classes by the names of their modules, perhaps while another thread
 # imports this package. The name of a submodule would be a deadlock: Python locks the submodule and
 # then waits for the package, which waits for the submodule.
-for _kind in (
-    Ends, GroupTransport, NumpyGroupTransport, NumpyTransport, SharedArrays, SharedMemoryTransport,
-):  # fmt: skip
+for _kind in (NumpyTransport, SharedArrays, SharedMemoryTransport):
     _kind.__module__ = __name__
 
 

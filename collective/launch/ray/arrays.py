@@ -1,19 +1,13 @@
-"""Transports for arrays that are results of one actor and arguments of another.
+"""Transports for arrays that are results of one actor and arguments of another, on one host.
 
 Ray calls this "direct transport". The actor that made the arrays copies them once, into shared
 memory that is in no file system. The actor that gets them maps this memory privately: the system
 copies a page when the actor writes to it. So both actors may change their arrays.
-
-Another host cannot map the memory. Ray fixes for each transport whether the maker takes part in a
-transfer, so there are transports of two sorts. In the first sort it does not, and both actors must
-be on one host. In the second sort it does: if the actors are on several hosts, the maker sends the
-memory through the communicator of a group that has both.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import importlib.util
 import math
@@ -31,12 +25,7 @@ from collective import DeviceError, PeerLostError, UnsupportedError
 from collective.inner import platform
 from collective.start.meeting import host_id
 
-from .group import ActorGroup, group_with
-
-__all__ = [
-    "Ends", "GroupTransport", "NumpyGroupTransport", "NumpyTransport", "SharedArrays",
-    "SharedMemoryTransport", "register_transports",
-]  # fmt: skip
+__all__ = ["NumpyTransport", "SharedArrays", "SharedMemoryTransport", "register_transports"]
 
 _NAME = "collective-ray"
 _ALIGNED = 64
@@ -44,7 +33,6 @@ _ALIGNED = 64
 _managers: Any = importlib.import_module("ray.experimental.rdt.tensor_transport_manager")
 # Untyped, because mypy also runs where Ray is not installed.
 _Metadata: Any = _managers.TensorTransportMetadata
-_Ends: Any = _managers.CommunicatorMetadata
 _Manager: Any = _managers.TensorTransportManager
 
 
@@ -134,10 +122,13 @@ class SharedMemoryTransport(_Manager):  # type: ignore[misc]
     ) -> list[Any]:
         """Map the memory and return arrays in it, or copy it into ``target_buffers``."""
         found = tensor_transport_metadata
-        if found.host == host_id():
-            memory = self._mapped(found)
-        else:
-            memory = self._from_another_host(found, communicator_metadata)
+        if found.host != host_id():
+            raise DeviceError(
+                f"{self.name}: the arrays of object {found.name[:16]} are in the memory of another "
+                f"host ({found.owner}). This transport serves actors of one host: place them on "
+                "one node, or omit tensor_transport."
+            )
+        memory = self._mapped(found)
         arrays = [
             self._array_of(memory[offset:], shape, dtype)
             for offset, (shape, dtype) in zip(found.offsets, found.tensor_meta)
@@ -162,13 +153,6 @@ class SharedMemoryTransport(_Manager):  # type: ignore[misc]
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
         """Do nothing: no process waits for another one."""
-
-    def _from_another_host(self, found: SharedArrays, ends: Any) -> np.ndarray[Any, Any]:
-        raise DeviceError(
-            f"{self.name}: the arrays of object {found.name[:16]} are in the memory of another "
-            f"host ({found.owner}). This transport serves actors of one host: place them on one "
-            f"node, use tensor_transport={_BETWEEN_HOSTS[self.name]!r}, or omit tensor_transport."
-        )
 
     def _mapped(self, found: SharedArrays) -> np.ndarray[Any, Any]:
         if not found.nbytes:
@@ -229,88 +213,6 @@ class NumpyTransport(SharedMemoryTransport):
         return memory[: count * dtype.itemsize].view(dtype).reshape(shape)
 
 
-@dataclass
-class Ends(_Ends):  # type: ignore[misc]
-    """The two actors of a transfer.
-
-    Attributes:
-        source, target: ids of the actor that made the arrays, and of the one that gets them.
-    """
-
-    source: str = ""
-    target: str = ""
-
-
-class GroupTransport(SharedMemoryTransport):
-    """Transport of torch's tensors that also serves actors of several hosts; see the module."""
-
-    name = "COLLECTIVE_GROUP"
-
-    @staticmethod
-    def is_one_sided() -> bool:
-        return False
-
-    def get_communicator_metadata(
-        self, src_actor: Any, dst_actor: Any, backend: str | None = None
-    ) -> Ends:
-        return Ends(src_actor._actor_id.hex(), dst_actor._actor_id.hex())
-
-    def send_multiple_tensors(
-        self, tensors: Any, tensor_transport_metadata: SharedArrays, communicator_metadata: Ends
-    ) -> None:
-        """Send the memory to an actor of another host; an actor of this host maps it."""
-        found, ends = tensor_transport_metadata, communicator_metadata
-        group = group_with(ends.source, ends.target)
-        # Without a group the receiver raises the error.
-        if group is None or not found.nbytes:
-            return
-        rank = _rank_of(group, ends.target)
-        if group.members[rank][1] != host_id():
-            group.comm.send(self._mapped(found), rank, tag=_tag(found))
-
-    def _from_another_host(self, found: SharedArrays, ends: Ends) -> np.ndarray[Any, Any]:
-        memory = np.empty(found.nbytes, np.uint8)
-        if not found.nbytes:
-            return memory
-        group = group_with(ends.source, ends.target)
-        if group is None:
-            raise DeviceError(
-                f"{self.name}: the arrays of object {found.name[:16]} are in the memory of another "
-                f"host ({found.owner}), and no group has both actors. Make one before, with "
-                "ray.util.collective.init_collective_group(..., backend='collective') in each "
-                "actor, or omit tensor_transport."
-            )
-        group.comm.recv(memory, _rank_of(group, ends.source), tag=_tag(found))
-        return memory
-
-
-class NumpyGroupTransport(NumpyTransport, GroupTransport):
-    """The same transport for NumPy's arrays."""
-
-    name = "COLLECTIVE_GROUP_NUMPY"
-
-
-# For error texts: transports between hosts, by the ones of one host.
-_BETWEEN_HOSTS = {
-    kind.name: other.name.lower()
-    for kind, other in (
-        (SharedMemoryTransport, GroupTransport), (NumpyTransport, NumpyGroupTransport),
-    )
-}  # fmt: skip
-
-
-def _rank_of(group: ActorGroup, actor: str) -> int:
-    rank = group.rank_of(actor)
-    assert rank is not None  # group_with() has found the actor there
-    return rank
-
-
-def _tag(found: SharedArrays) -> int:
-    """Return a tag for the message with the memory of an object, other than those of programs."""
-    digest = hashlib.blake2b(found.name.encode(), digest_size=4).digest()
-    return 1 + int.from_bytes(digest, "little") % (2**31 - 2)
-
-
 def _fill(
     descriptor: int, nbytes: int, offsets: Sequence[int], views: Sequence[np.ndarray[Any, Any]]
 ) -> None:
@@ -336,17 +238,13 @@ def register_transports() -> None:
     """Register the transports with Ray in this process, unless they are registered.
 
     A method with ``@ray.method(tensor_transport="collective")`` returns tensors of PyTorch, one
-    with ``"collective_numpy"`` returns arrays of NumPy. ``"collective_group"`` and
-    ``"collective_group_numpy"`` also serve actors of several hosts. Ray checks these names when a
-    program defines the method. Without PyTorch there is no transport of tensors.
+    with ``"collective_numpy"`` returns arrays of NumPy. Ray checks these names when a program
+    defines the method. Without PyTorch there is no transport of tensors.
     """
     util = importlib.import_module("ray.experimental.rdt.util")
-    kinds: dict[type[SharedMemoryTransport], Any] = {
-        NumpyTransport: np.ndarray, NumpyGroupTransport: np.ndarray,
-    }  # fmt: skip
+    kinds: dict[type[SharedMemoryTransport], Any] = {NumpyTransport: np.ndarray}
     if importlib.util.find_spec("torch") is not None:
-        tensor = importlib.import_module("torch").Tensor
-        kinds.update({SharedMemoryTransport: tensor, GroupTransport: tensor})
+        kinds[SharedMemoryTransport] = importlib.import_module("torch").Tensor
     for kind, data_type in kinds.items():
         if kind.name not in util.transport_manager_info:
             util.register_tensor_transport(kind.name, ["cpu"], kind, data_type)

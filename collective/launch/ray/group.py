@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import weakref
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -12,11 +11,11 @@ from collective import Communicator
 from collective.inner import Deadline, load
 from collective.launch.actor_calls import ActorCalls
 from collective.start.connecting import refuse_ended, tell_ended
-from collective.start.meeting import connect_met, host_id
+from collective.start.meeting import connect_met
 from collective.start.ray_store import RayStore
 from collective.start.rendezvous import from_text
 
-__all__ = ["ActorGroup", "forget", "group_with", "meet_actors", "tell_dead"]
+__all__ = ["ActorGroup", "forget", "meet_actors", "tell_dead"]
 
 # Untyped, because mypy also runs where Ray is not installed.
 _Base: Any = importlib.import_module(
@@ -35,22 +34,12 @@ class ActorGroup(ActorCalls, _Base):  # type: ignore[misc]
 
     Attributes:
         comm: the communicator, for calls that Ray's interface does not have.
-        members: actor id and host of each rank.
     """
-
-    members: list[tuple[str, str]]
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         _Base.__init__(self, world_size, rank, group_name)
         # Quoted, so that no name's keys are below those of another name.
         self.comm = meet_actors(world_size, rank, f"group/{quote(group_name, safe='')}")
-        actor = importlib.import_module("ray").get_runtime_context().get_actor_id()
-        try:
-            self.members = self.comm.all_gather_object((actor or "", host_id()))
-        except BaseException:
-            self.comm.close()
-            raise
-        _groups[group_name] = self
 
     @classmethod
     def backend(cls) -> str:
@@ -64,30 +53,7 @@ class ActorGroup(ActorCalls, _Base):  # type: ignore[misc]
 
     def destroy_group(self) -> None:
         """Close the communicator; the other actors close theirs on their own."""
-        if _groups.get(self._group_name) is self:
-            del _groups[self._group_name]
         self.comm.close()
-
-    def rank_of(self, actor: str) -> int | None:
-        """Return the rank of an actor; None if it is not in the group."""
-        return next(
-            (rank for rank, (member, _) in enumerate(self.members) if member == actor), None
-        )
-
-
-# The groups of this process, by name.
-_groups: weakref.WeakValueDictionary[str, ActorGroup] = weakref.WeakValueDictionary()
-
-
-def group_with(*actors: str) -> ActorGroup | None:
-    """Return a group of this process that has all of these actors; None if there is none.
-
-    All members of a group find the same group, if they are in the same groups: the first by name.
-    """
-    for _, group in sorted(_groups.items()):
-        if all(group.rank_of(actor) is not None for actor in actors):
-            return group
-    return None
 
 
 def meet_actors(
