@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Mail"]
 
-# The engine's tags of these messages have this bit, then the context, then a bit that asks for an
-# answer, and 31 bits for the tag of the caller. All other messages of a communicator have smaller
-# or negative tags.
+# The engine's tags of these messages have this bit, the context, a bit that asks for an answer, and
+# 31 bits for the caller's tag. A communicator's other messages have smaller or negative tags.
 _MAIL_BIT, _CONTEXT_SHIFT, _CONTEXTS, _ASKS, _TAGS = 1 << 62, 32, 1 << 30, 1 << 31, 1 << 31
 # Masks of receives, which take messages whether they ask or not.
 _ONE_TAG, _ANY = ~_ASKS, ~(_ASKS | _TAGS - 1)
@@ -117,12 +116,6 @@ class Mail:
     def progress(self) -> None:
         """Do all that is possible for all posted operations, without waiting."""
         self._engine.progress()
-
-    def test(self, posted: Posted) -> bool:
-        """Make progress, and return whether an operation has ended."""
-        if not posted.done:
-            self._engine.progress()
-        return posted.done
 
     def wait(self, posted: Posted, timeout: float | None = None) -> Posted:
         """Wait for an operation, and return it.

@@ -29,12 +29,12 @@ def check_mail_lengths(comm: Communicator) -> None:
     for length in _LENGTHS:
         memory = bytearray(length + 3)
         receives = [mail.receive(memory, left, 5), mail.receive(None, left, 5)]
-        sends = [mail.send(_content(length, comm.rank, turn), right, 5) for turn in range(2)]
+        sends = [mail.send(_content(length, comm.rank, i), right, 5, i > 0) for i in range(2)]
         mail.wait_all([*receives, *sends])
         assert memory == _content(length, left, 0) + bytes(3), f"{length} bytes into memory"
         assert bytes(receives[1].data) == _content(length, left, 1), f"{length} bytes"
-        for receive in receives:
-            assert mail.status(receive) == (left, 5, length), mail.status(receive)
+        for receive, asks in zip(receives, (False, True)):  # whether the sender wants an answer
+            assert (*mail.status(receive), mail.asks(receive)) == (left, 5, length, asks)
 
 
 @on_each_rank(at_least=2, needs=_needs_mail)
@@ -122,18 +122,6 @@ def check_mail_probe(comm: Communicator) -> None:
             got = [bytes(memory), *(bytes(each.data) for each in rest)]
             assert got == [_content(length, comm.rank, turn) for turn in range(3)]
         comm.barrier()
-
-
-@on_each_rank(needs=_needs_mail)
-def check_mail_asks(comm: Communicator) -> None:
-    """Check that a receive tells whether its message asks for an answer, whatever it names."""
-    mail, right, left = comm.inner.mail, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    for tag in (3, ANY_TAG):
-        sends = [mail.send(b"x", right, 3, asks) for asks in (True, False)]
-        receives = [mail.receive(None, left, tag) for _ in sends]
-        mail.wait_all([*receives, *sends])
-        assert [mail.asks(each) for each in receives] == [True, False]
-        assert [mail.status(each) for each in receives] == [(left, 3, 1)] * 2
 
 
 @on_each_rank(at_least=2, needs=_needs_mail)
