@@ -15,7 +15,7 @@ from .handles import Named, reader
 from .layouts import Layout, Piece
 from .memory import Bytes, bytes_of
 
-__all__ = ["CODES", "CONSTANTS", "DATATYPE_NULL", "Datatype", "handle_of"]
+__all__ = ["CODES", "CONSTANTS", "DATATYPE_NULL", "Datatype", "blocks_of", "handle_of"]
 
 ORDER_C, ORDER_FORTRAN = 0, 1
 (TYPECLASS_LOGICAL, TYPECLASS_INTEGER, TYPECLASS_REAL, TYPECLASS_COMPLEX) = range(1, 5)
@@ -396,6 +396,11 @@ def _real_size(digits: int, exponent: int) -> int:
 def handle_of(layout: Layout) -> Any:
     """Return a handle for a layout: the constant if it is one's."""
     return layout.constant if layout.constant is not None else Datatype._of(layout)
+
+
+def blocks_of(datatype: Datatype) -> list[tuple[int, int, Any]]:
+    """Return a datatype's blocks: offsets in bytes, numbers of elements, and their datatypes."""
+    return [(offset, count, handle_of(child)) for offset, count, child in datatype._live.blocks]
 
 
 def _contents(layout: Layout) -> tuple[list[int], list[int], list[int], list[Layout]]:

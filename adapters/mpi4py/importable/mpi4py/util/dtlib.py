@@ -6,7 +6,7 @@ from typing import Any
 
 from numpy import dtype as _np_dtype
 
-from collective.adapters.mpi4py.datatypes import handle_of
+from collective.adapters.mpi4py.datatypes import blocks_of
 
 from .. import MPI
 
@@ -64,7 +64,7 @@ def to_numpy_dtype(datatype: Any) -> Any:
     base, combiner, params = datatype.decode()
     if combiner == "DUP":
         return to_numpy_dtype(base)
-    blocks = datatype._live.blocks
+    blocks = blocks_of(datatype)
     if combiner[:3] == "F90" or (combiner == "NAMED" and not blocks):
         return _made(datatype.tocode() if _np_dtype is None else datatype.typestr)
     if combiner == "CONTIGUOUS":
@@ -85,8 +85,8 @@ def to_numpy_dtype(datatype: Any) -> Any:
     if combiner == "DARRAY":
         raise ValueError("to_numpy_dtype: a distributed array has no dtype")
     formats = []
-    for _, length, layout in blocks:
-        form = to_numpy_dtype(handle_of(layout))
+    for _, length, element in blocks:
+        form = to_numpy_dtype(element)
         formats.append(form if length == 1 else _made((form, (length,))))
     places = [place for place, _, _ in blocks]
     aligned = _np_dtype is None or all(
