@@ -219,10 +219,11 @@ class Mail:
         found: list[Posted] = []
 
         def look() -> bool:
-            message = self._engine.find(*wanted, take)
+            # A wait may ask again after it has heard yes, and a message is taken only once.
+            message = None if found else self._engine.find(*wanted, take)
             if message is not None:
                 found.append(message)
-            return message is not None
+            return bool(found)
 
         if not look():
             try:

@@ -39,6 +39,7 @@ _DECIMAL_DIGITS = 4300
 # Maximum nesting. A program may raise Python's recursion limit; then only the size of the stack
 # limits the parser in C.
 _DEEPEST = 10_000
+_SCALARS = frozenset({type(None), bool, int, float, str})
 _CONTAINERS: dict[str, Any] = {cls.__name__: cls for cls in (list, tuple, set, frozenset)}
 # Adapters whose arrays arrive as NumPy arrays: GPU-only frameworks, and unknown frameworks.
 _AS_NUMPY = ("cuda", "cupy", "dlpack")
@@ -117,7 +118,7 @@ def decode(raw: np.ndarray[Any, Any], use_pickle: bool = False, what: str = "obj
     """
     if raw.size < _HEAD.size:
         raise CollectiveError(f"{what}: {raw.size} bytes are too few for an object.")
-    kind, length = _HEAD.unpack_from(raw.data)
+    kind, length = _HEAD.unpack(raw[: _HEAD.size].tobytes())
     if kind == _PICKLE:
         if not use_pickle:
             raise InvalidArgumentError(
@@ -134,7 +135,7 @@ def decode(raw: np.ndarray[Any, Any], use_pickle: bool = False, what: str = "obj
             f"{what}: the message has {raw.size} bytes; its header announces {length} more."
         )
     try:
-        node = _parsed(str(raw.data[_HEAD.size : _HEAD.size + length], "ascii"))
+        node = _parsed(raw[_HEAD.size : _HEAD.size + length].tobytes().decode("ascii"))
         return _Reader(raw, _HEAD.size + length, what).object(node)
     except CollectiveError:
         raise
@@ -180,10 +181,7 @@ def _parsed(text: str) -> Any:
     # Calling a Python function for each integer is slow, so it is done only if Python itself does
     # not refuse long integers.
     is_safe = 0 < sys.get_int_max_str_digits() <= _DECIMAL_DIGITS
-    node, end = (_PARSER if is_safe else _WARY_PARSER).raw_decode(text)
-    if end != len(text):
-        raise ValueError(f"{len(text) - end} characters follow the structure")
-    return node
+    return (_PARSER if is_safe else _WARY_PARSER).decode(text)
 
 
 def _depth(text: str) -> int:
@@ -303,22 +301,26 @@ class _Reader:
         return self._raw[start : self._position].copy()
 
 
+def _all_plain(values: Iterable[Any], blobs: list[np.ndarray[Any, Any]], what: str) -> list[Any]:
+    """Return what :func:`_plain` returns for each value; most are scalars, which need no call."""
+    return [
+        item if type(item) in _SCALARS and type(item) is not int else _plain(item, blobs, what)
+        for item in values
+    ]
+
+
 def _plain(value: Any, blobs: list[np.ndarray[Any, Any]], what: str) -> Any:
     """Return ``value`` as JSON: scalars as they are, everything else as [tag, …]."""
     kind = type(value)
     if kind is int and value.bit_length() > _DECIMAL_BITS:
         return ["int", hex(value)]
-    if value is None or kind in (bool, int, float, str):
+    if kind in _SCALARS:
         return value
     if kind in (list, tuple, set, frozenset):
-        return [kind.__name__, *[_plain(item, blobs, what) for item in value]]
+        return [kind.__name__, *_all_plain(value, blobs, what)]
     if kind is dict:
-        # Most keys are strings, which need no call.
-        pairs = [
-            [key if type(key) is str else _plain(key, blobs, what), _plain(item, blobs, what)]
-            for key, item in value.items()
-        ]
-        return ["dict", *pairs]
+        keys, items = _all_plain(value, blobs, what), _all_plain(value.values(), blobs, what)
+        return ["dict", *map(list, zip(keys, items))]
     if kind is complex:
         return ["complex", value.real, value.imag]
     if kind in (bytes, bytearray):

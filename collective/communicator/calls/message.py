@@ -211,7 +211,14 @@ class Recv(Message):
             return NotImplemented
         head = Head(WORDS)
         source = self.in_c(None, NOBODY, head.buffer.array, self.src, deadline, False)
-        return source if source is NotImplemented else self._rest(head, source, deadline, None)
+        if source is NotImplemented:
+            return source
+        kind, _, nbytes = head.words[:3].tolist()
+        if kind != OBJECT or not 0 <= nbytes <= head.room:
+            return self._rest(head, source, deadline, None)
+        if self._status is not None:
+            self._status.source = source
+        return head.inline(nbytes)
 
     def make_in_python(self, limit: float | Deadline, async_op: bool) -> Any:
         """Make the call in Python; return its result, or a ``Work``.
