@@ -740,7 +740,9 @@ class _Inbox:
         new, self._new = self._new, False
         return new
 
-    def receive(self, tag: int, out: Array, mark: int | None) -> tuple[Any, Iterator[None]] | None:
+    def receive(
+        self, tag: int, out: Array, mark: int | None
+    ) -> tuple[Any, Iterator[None] | None] | None:
         """Find the next message with a tag.
 
         Returns:
@@ -851,6 +853,7 @@ class _Inbox:
             return prefix
         if prefix.mark == -number:
             return prefix
+        announced: Any
         posted, announced = flow.asked.pop(-prefix.mark, (None, None))
         kept = next((k for k in self._kept if k.coming and k.prefix.mark == -prefix.mark), None)
         if kept is not None:
