@@ -5,9 +5,8 @@ A :class:`Server` is one thread, which admits peers that prove that they know th
 Any program that reaches the socket can connect; until it has proved that it knows the key, it is a
 *stranger*. The cost of strangers is bounded: the time and the bytes of each, and their number at
 once. When others wait, the oldest strangers have to go, so a program that holds connections open
-keeps nobody out for long. When many strangers have failed, the server looks at strangers a few
-times a second only: its thread and the program's calls need the same interpreter lock. Bad input
-ends at worst the sender's own connection, and never this thread.
+keeps nobody out for long. Bad input ends at worst the sender's own connection, and never this
+thread.
 
 :class:`Values` is a handler that keeps the values of a store, and :func:`ask` asks it over a link.
 A question has a number, which its answer repeats. If a rank gave up waiting for an answer, that
@@ -25,7 +24,6 @@ import math
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -41,11 +39,6 @@ __all__ = ["LONGEST_MESSAGE", "Handler", "Losses", "RefusedError", "Server", "Va
 # connections open, the turn of a later peer comes after 8 times the short time.
 _STRANGERS = 128
 _SHORT_S, _LONG_S = 0.25, 10.0
-# Number of strangers that may fail before the server is in a siege; it forgets so many a second,
-# and all of them when a peer is admitted: a large job's ranks knock twice each. In a siege the
-# server looks at strangers once in that time, and accepts so many then.
-_FAILED, _FORGOTTEN = 64, 32.0
-_SIEGE_S, _ACCEPTED = 0.05, 16
 # Bytes that a stranger may send at most; with TLS they include certificates.
 _LONGEST = 1 << 17
 # Errors of accept(2) when the process or the system has no room for another socket, and the
@@ -138,15 +131,8 @@ class Server:
         self._room = room
         self._strangers: dict[Link, _Stranger] = {}  # the oldest comes first
         self._selector = selectors.DefaultSelector()
-        # The listening socket and the strangers.
-        self._door = selectors.EpollSelector()
-        # Number of strangers that have failed, and when the last one did. Whether the server looks
-        # away from strangers, and until when.
-        self._failed, self._noted = 0.0, time.monotonic()
-        self._looks_away, self._siege = False, Deadline(0.0)
         listening.setblocking(False)  # a waiting connection may be gone again before accept()
-        self._door.register(listening, selectors.EVENT_READ)
-        self._selector.register(self._door, selectors.EVENT_READ)
+        self._selector.register(listening, selectors.EVENT_READ)
 
     def run(self) -> None:
         """Serve until the handler's ``turn()`` returns false."""
@@ -154,7 +140,7 @@ class Server:
             while self._handler.turn():
                 for key, events in self._selector.select(self._pause()):
                     if not isinstance(key.fileobj, Link):
-                        self._look_at_strangers()
+                        self._accept()
                     elif events & selectors.EVENT_WRITE:
                         self._flush(key.fileobj)
                     else:
@@ -165,7 +151,6 @@ class Server:
             for link in self.peers:
                 link.close()
             self._selector.close()
-            self._door.close()
 
     def stop_listening(self) -> None:
         """Accept no more connections, because all expected peers are there."""
@@ -193,16 +178,11 @@ class Server:
         for stranger in self._strangers.values():  # only the oldest, which expires first
             pauses.append(stranger.long.left())
             break
-        if self._looks_away:
-            pauses.append(self._siege.left())
         return min(pauses, default=None)
 
     def _look_at_the_clock(self) -> None:
-        if self._looks_away and self._siege.expired:
-            self._selector.register(self._door, selectors.EVENT_READ)
-            self._looks_away = False
         if not self._listens and self._rests.expired:
-            self._door.register(self._listening, selectors.EVENT_READ)
+            self._selector.register(self._listening, selectors.EVENT_READ)
             self._listens = True
         for link, stranger in list(self._strangers.items()):
             if not stranger.long.expired:
@@ -212,34 +192,15 @@ class Server:
     def _rest(self, pause: float) -> None:
         """Do not accept connections for ``pause`` seconds."""
         if self._listens:
-            self._door.unregister(self._listening)
+            self._selector.unregister(self._listening)
             self._listens = False
         self._rests = Deadline(pause)
 
     # -- strangers ------------------------------------------------------------------------
 
-    def _look_at_strangers(self) -> None:
-        """Accept connections and read what strangers have sent; in a siege look away then."""
-        for key, _ in self._door.select(0):
-            if not isinstance(key.fileobj, Link):
-                for _ in range(_ACCEPTED):
-                    if not self._accept():
-                        break
-            elif key.fileobj in self._strangers:
-                self._meet(key.fileobj)
-        if self._failed > _FAILED and not self._looks_away:
-            self._selector.unregister(self._door)
-            self._looks_away, self._siege = True, Deadline(_SIEGE_S)
-
-    def _note_failure(self) -> None:
-        now = time.monotonic()
-        self._failed = max(0.0, self._failed - _FORGOTTEN * (now - self._noted)) + 1.0
-        self._noted = now
-
-    def _accept(self) -> bool:
-        """Accept a connection; return whether there may be another one."""
+    def _accept(self) -> None:
         if len(self._strangers) >= _STRANGERS and not self._make_room():
-            return False
+            return
         try:
             sock, address = self._listening.accept()
         except OSError as error:
@@ -247,18 +208,16 @@ class Server:
                 self.scarce = str(error)
                 # The waiting connection stays in the queue, and would wake the selector at once.
                 self._rest(0.0 if self._make_room() else _SCARCE_S)
-            return False
+            return
         try:
             link = Link(sock, self._tls, **self._bounds)
             stranger = _Stranger(address[0] if address else "this host")
             link.write(stranger.challenge.greeting)
         except OSError:
             sock.close()
-            self._note_failure()
-            return True
+            return
         self._strangers[link] = stranger
-        self._door.register(link, selectors.EVENT_READ)
-        return True
+        self._selector.register(link, selectors.EVENT_READ)
 
     def _make_room(self) -> bool:
         """Turn away the oldest stranger if its short time is over; else accept none until then."""
@@ -285,25 +244,23 @@ class Server:
 
     def _turn_away(self, link: Link) -> None:
         self._forget(link)
+        self._selector.unregister(link)
         link.close()
-        self._note_failure()
 
     def _forget(self, link: Link) -> None:
         del self._strangers[link]
-        self._door.unregister(link)
         if self._rests.seconds < math.inf:  # there is room for another stranger
             self._rests = Deadline(0.0)
 
     # -- incoming messages ----------------------------------------------------------------
 
-    def _meet(self, link: Link) -> None:
-        try:
-            self._prove(link, self._strangers[link])
-        except (EOFError, OSError):
-            self._refuse(link)
-
     def _read(self, link: Link) -> None:
-        if link in self.peers:  # otherwise the peer was dropped after the selector saw its link
+        if link in self._strangers:
+            try:
+                self._prove(link, self._strangers[link])
+            except (EOFError, OSError):
+                self._refuse(link)
+        elif link in self.peers:  # otherwise the peer was dropped after the selector saw its link
             why = ""
             try:
                 for message in link.receive():
@@ -355,11 +312,9 @@ class Server:
             raise
         link.write(answer)
         self._forget(link)
-        self._failed = 0.0
         if self._room is not None and len(self.peers) >= self._room:
             self._lose(next(iter(self.peers)), "")
         self.peers[link] = None
-        self._selector.register(link, selectors.EVENT_READ)
 
 
 # -- the store of a server -----------------------------------------------------------------------

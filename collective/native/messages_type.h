@@ -18,6 +18,7 @@ typedef struct {
     char *scratch;   /* of collective calls */
     size_t room;     /* bytes of scratch */
     int64_t idle_ns; /* time without progress after which Python waits instead of C */
+    int64_t contended; /* streams: time until which no thread yields, since that takes long */
 } Messages;
 
 /* One exchange of a thread. */
