@@ -437,6 +437,7 @@ class Comm(Handle, Attributed, Handling, kind=True):
             type(buf) is np.ndarray
             and context is not None
             and buf.dtype.char in _PLAIN
+            and buf.dtype.isnative
             and buf.flags.c_contiguous
             and buf.size
             and type(peer) is type(tag) is int

@@ -254,3 +254,16 @@ except NotImplementedError as error:
 """
     lines = _ranks(launches, body, "--backend", "tcp").splitlines()
     assert sorted(lines) == ["[0] True", "[1] True"]
+
+
+def test_array_of_foreign_byte_order_is_refused() -> None:
+    code = """
+import numpy as np
+from collective.adapters import mpi4py; mpi4py.enable()
+from mpi4py import MPI
+try:
+    MPI.COMM_SELF.Send(np.ones(2, ">i4"), 0)
+except BufferError as error:
+    print(error)
+"""
+    assert "non-native byte order" in printed("-c", code)
