@@ -33,7 +33,16 @@ class Pickle:
         plain = dumps is None or dumps is python.dumps
         highest = python.HIGHEST_PROTOCOL if plain else None
         self.PROTOCOL = highest if protocol is None and dumps is None else protocol
-        self.THRESHOLD: int | None = _THRESHOLD if threshold is None else threshold
+        self.THRESHOLD = threshold
+
+    @property
+    def THRESHOLD(self) -> int:
+        """Number of bytes from which a buffer travels beside the pickle; None sets the default."""
+        return self._threshold
+
+    @THRESHOLD.setter
+    def THRESHOLD(self, threshold: int | None) -> None:
+        self._threshold = _THRESHOLD if threshold is None else threshold
 
     def dumps(self, obj: Any) -> bytes:
         """Return an object as bytes."""
@@ -53,7 +62,7 @@ class Pickle:
 
         def keep_in(picked: python.PickleBuffer) -> bool:
             raw = picked.raw()
-            if raw.nbytes < (_THRESHOLD if self.THRESHOLD is None else self.THRESHOLD):
+            if raw.nbytes < self._threshold:
                 return True
             buffers.append(buffer(raw))
             return False
