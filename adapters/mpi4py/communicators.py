@@ -51,7 +51,7 @@ from .requests import (
 )
 from .requests import _Matched as Matched
 
-__all__ = ["COMM_NULL", "Comm", "Context", "Intercomm", "Intracomm", "begin", "world"]
+__all__ = ["COMM_NULL", "Comm", "Context", "Intercomm", "Intracomm", "begin", "mail_of", "world"]
 
 TAG_UB = 2**31 - 1
 COMM_TYPE_SHARED, COMM_TYPE_HW_GUIDED, COMM_TYPE_HW_UNGUIDED, COMM_TYPE_RESOURCE_GUIDED = range(4)
@@ -1376,6 +1376,11 @@ def _refuse_intercommunicators(what: str) -> Any:
 
 
 COMM_NULL = Comm._constant("COMM_NULL")
+
+
+def mail_of(comm: Comm) -> Any:
+    """Return the messages of a communicator, for code that has requests of its own."""
+    return comm._live.points
 
 
 class _World:
