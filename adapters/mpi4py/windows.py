@@ -100,7 +100,7 @@ class Win(Handle, kind=True):
     def Fence(self, assertion: int = 0) -> None:
         """Wait for all ranks; each sees what the others wrote before."""
         if not self:
-            refuse("Win.Fence", "WIN_NULL is what its refused windows leave", "See Allocate_shared.")
+            refuse("Win.Fence", "a refused window leaves WIN_NULL", "Use Allocate_shared.")
         self.Sync()
         self._live.comm.Barrier()
 
