@@ -143,6 +143,11 @@ def test_ranks_that_are_threads_are_refused(launches: Launches) -> None:
     assert (done.returncode, "one COMM_WORLD in a process" in done.stderr) == (2, True)
 
 
+def test_transport_that_needs_mpi4py_itself_is_refused(launches: Launches) -> None:
+    done = launches.run("-n", "2", "--backend", "mpi", "--mpi4py", launches.script("pass"))
+    assert (done.returncode, "--mpi4py with mpi" in done.stderr) == (2, True)
+
+
 def test_executor_runs_functions_on_other_ranks(launches: Launches) -> None:
     body = """
 from mpi4py.futures import MPICommExecutor
