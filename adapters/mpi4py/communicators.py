@@ -20,7 +20,7 @@ from .operations import ANY_SOURCE, idle
 from .point_to_point import TAG_UB, PointToPoint
 from .requests import Request
 
-__all__ = ["COMM_NULL", "Comm", "Context", "Intercomm", "Intracomm", "begin", "world"]
+__all__ = ["COMM_NULL", "Comm", "Context", "Intercomm", "Intracomm", "begin", "mail_of", "world"]
 
 COMM_TYPE_SHARED, COMM_TYPE_HW_GUIDED, COMM_TYPE_HW_UNGUIDED, COMM_TYPE_RESOURCE_GUIDED = range(4)
 ROOT = -3
@@ -297,6 +297,11 @@ class Intercomm(Comm):
 
 
 COMM_NULL = Comm._constant("COMM_NULL")
+
+
+def mail_of(comm: Comm) -> Any:
+    """Return the messages of a communicator, for code that has requests of its own."""
+    return comm._live.points
 
 
 class _World:

@@ -31,7 +31,16 @@ class Pickle:
         self._dumps, self._loads = dumps or python.dumps, loads or python.loads
         highest = python.HIGHEST_PROTOCOL if dumps is None else None
         self.PROTOCOL = highest if protocol is None else protocol
-        self.THRESHOLD: int | None = _THRESHOLD if threshold is None else threshold
+        self.THRESHOLD = threshold
+
+    @property
+    def THRESHOLD(self) -> int:
+        """Number of bytes from which a buffer travels beside the pickle; None sets the default."""
+        return self._threshold
+
+    @THRESHOLD.setter
+    def THRESHOLD(self, threshold: int | None) -> None:
+        self._threshold = _THRESHOLD if threshold is None else threshold
 
     def dumps(self, obj: Any) -> bytes:
         """Return an object as bytes."""
@@ -49,7 +58,7 @@ class Pickle:
 
         def keep_in(picked: python.PickleBuffer) -> bool:
             raw = picked.raw()
-            if raw.nbytes < (_THRESHOLD if self.THRESHOLD is None else self.THRESHOLD):
+            if raw.nbytes < self._threshold:
                 return True
             buffers.append(buffer(raw))
             return False

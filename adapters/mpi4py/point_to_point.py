@@ -329,7 +329,7 @@ class PointToPoint(Handle):
 
 def _is_plain(buf: Any, writes: bool = False) -> bool:
     """Return whether the engine can take a buffer as it is."""
-    if type(buf) is not np.ndarray or buf.dtype.char not in _PLAIN:
+    if type(buf) is not np.ndarray or buf.dtype.char not in _PLAIN or not buf.dtype.isnative:
         return False
     return bool(buf.flags.carray if writes else buf.flags.c_contiguous)
 

@@ -97,6 +97,8 @@ class Win(Handle, kind=True):
 
     def Fence(self, assertion: int = 0) -> None:
         """Wait for all ranks; each sees what the others wrote before."""
+        if not self:
+            refuse("Win.Fence", "a refused window leaves WIN_NULL", "Use Allocate_shared.")
         self.Sync()
         self._live.comm.Barrier()
 

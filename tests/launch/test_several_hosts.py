@@ -208,6 +208,20 @@ def test_ranks_of_jax_on_two_hosts_find_coordinator_and_plugin(
     assert lines[1] == f"[1] host1 1 of 2 mpi cpu True 10.77.0.1:{port}"
 
 
+def test_ranks_of_mpi4py_on_two_hosts_import_this_packages_module(
+    hosts: Hosts, script: Script
+) -> None:
+    body = """
+        import socket
+        from mpi4py import MPI
+        ranks = MPI.COMM_WORLD.allgather(MPI.COMM_WORLD.rank)
+        print(socket.gethostname(), MPI.get_vendor()[0], ranks)
+        """
+    arguments = ["--mpi4py", "--hosts", "host0,host1", script(body)]
+    lines = sorted(hosts.run(arguments).succeed().splitlines())
+    assert lines == [f"[{rank}] host{rank} collective [0, 1]" for rank in range(2)]
+
+
 # -- the end ----------------------------------------------------------------------------------
 
 FAILING = """

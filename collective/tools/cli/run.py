@@ -178,7 +178,8 @@ def execute(options: argparse.Namespace) -> int:
         arguments, of_jax = _under_jax(arguments)
         variables.update(of_jax)
     if options.mpi4py:
-        variables.update(mpi4py.variables())
+        # Here and not in ``variables``: the launcher adds this package's own folder for the ranks.
+        os.environ.update(mpi4py.variables())
     run = Run(
         arguments, options.n, variables, chosen.min_ranks, options.max_restarts, options.replace,
         options.verbose,
@@ -299,6 +300,11 @@ def _misuse(options: argparse.Namespace, chosen: _Chosen) -> str:
         return (
             "--mpi4py with backend threads: mpi4py has one COMM_WORLD in a process. Use --backend "
             "shm, whose ranks are processes"
+        )
+    if options.mpi4py and mpi:
+        return (
+            "--mpi4py with mpi: this option replaces mpi4py, through which the transport mpi makes "
+            "its calls. Use --backend shm, tcp or hierarchical, or omit --mpi4py"
         )
     if options.mpi4py and min_ranks < options.n:
         return (

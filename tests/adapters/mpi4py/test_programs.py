@@ -159,6 +159,11 @@ def test_ranks_that_are_threads_are_refused(launches: Launches) -> None:
     assert (done.returncode, "one COMM_WORLD in a process" in done.stderr) == (2, True)
 
 
+def test_transport_that_needs_mpi4py_itself_is_refused(launches: Launches) -> None:
+    done = launches.run("-n", "2", "--backend", "mpi", "--mpi4py", launches.script("pass"))
+    assert (done.returncode, "--mpi4py with mpi" in done.stderr) == (2, True)
+
+
 def test_executor_runs_functions_on_other_ranks(launches: Launches) -> None:
     body = """
 from mpi4py.futures import MPICommExecutor
@@ -270,3 +275,16 @@ except NotImplementedError as error:
 """
     lines = _ranks(launches, body, "--backend", "tcp").splitlines()
     assert sorted(lines) == ["[0] True", "[1] True"]
+
+
+def test_array_of_foreign_byte_order_is_refused() -> None:
+    code = """
+import numpy as np
+from collective.adapters import mpi4py; mpi4py.enable()
+from mpi4py import MPI
+try:
+    MPI.COMM_SELF.Send(np.ones(2, ">i4"), 0)
+except BufferError as error:
+    print(error)
+"""
+    assert "non-native byte order" in printed("-c", code)

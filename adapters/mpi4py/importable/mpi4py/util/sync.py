@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from collective import CollectiveError
+from collective.adapters.mpi4py.communicators import mail_of
 from collective.adapters.mpi4py.exceptions import TRANSLATED
 from collective.adapters.mpi4py.operations import await_posted
 
@@ -70,7 +71,7 @@ class _Shared:
 
     def __init__(self, comm: Any, root: int, number: array.array[Any]) -> None:
         self._comm = comm.Dup()
-        self._mail = self._comm._live.points
+        self._mail = mail_of(self._comm)
         self._root = root
         self._number = np.array(number)
         self._queues: defaultdict[int, deque[int]] = defaultdict(deque)
