@@ -269,15 +269,23 @@ class Collectives(Handle):
             sources: ranks whose pieces are folded, in their order.
             into: piece that gets the result; None if there are no sources.
         """
-        operator, nbytes = op._live, into.nbytes if into is not None else 0
-        arrivals = [np.empty(nbytes, np.uint8) for _ in sources]
-        whole = [Piece(memory, 0, nbytes, NOTHING.layout) for memory in arrivals]
-        moving = self._moving(sends, zip(sources, whole))
+        operator, nbytes, rank = op._live, into.nbytes if into is not None else 0, self._live.rank
+        arrivals = {source: np.empty(nbytes, np.uint8) for source in sources}
+        # What this rank has for itself needs no message.
+        sends = list(sends)
+        own = [piece for target, piece in sends if target == rank]
+        moving = self._moving(
+            [(target, piece) for target, piece in sends if target != rank],
+            [(source, Piece(memory, 0, nbytes, NOTHING.layout))
+             for source, memory in arrivals.items() if source != rank],
+        )  # fmt: skip
 
         def plan(operation: Operation) -> None:
             moving._plan(operation)  # type: ignore[misc]
+            for piece in own:
+                arrivals[rank][:] = piece.packed()
             if into is not None and arrivals:
-                operation.then(lambda: into.unpack(combined(fold_next, arrivals)))
+                operation.then(lambda: into.unpack(combined(fold_next, arrivals.values())))
 
         def fold_next(lower: Any, higher: Any) -> Any:
             assert into is not None
