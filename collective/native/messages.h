@@ -215,6 +215,8 @@ void exchange_drain(struct exchange *x, int source, int64_t tag);
 
 /* Does all that is possible without waiting; returns whether any bytes have moved. */
 int exchange_step(struct exchange *x);
+/* Does so for the message that is sent. */
+void exchange_send_step(struct exchange *x);
 
 /* Claims the message that is being received. The caller uses this if nothing moves: perhaps the
    sender has no processor. Returns the number of bytes that the caller must copy from x->address +

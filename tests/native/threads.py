@@ -17,18 +17,17 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 _CORE = _HERE.parents[1] / "collective" / "native"
+_ENGINE = ("messages.c", "sending.c", "flow.c", "posted.c", "rings.c")
 # Source of each program, sources of the core in it, and its flags: short pieces make messages long.
 PROGRAMS = {
     "shared": ("shared_threads.c", "shared.c", "staging.c", "sums.c"),
     "folds": ("shared_threads.c", "shared.c", "staging.c", "sums.c", "folds.c", "-DFOLDS",
               "-ffp-contract=off"),
-    "messages": ("messages_threads.c", "messages.c", "flow.c", "posted.c", "rings.c", "streams.c",
-                 "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048",
-                 "-DMEASURED_BYTES=4096", "-DWINDOW_BYTES=(16<<10)"),
-    "claims": ("claims_threads.c", "messages.c", "flow.c", "posted.c", "rings.c",
-               "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048", "-DMEASURED_BYTES=4096"),
-    "frames": ("frames_fuzz.c", "messages.c", "flow.c", "posted.c", "rings.c", "streams.c",
-               "-DWINDOW_BYTES=(16<<10)"),
+    "messages": ("messages_threads.c", *_ENGINE, "streams.c", "-DCHUNK_BYTES=128",
+                 "-DCLAIMED_BYTES=2048", "-DMEASURED_BYTES=4096", "-DWINDOW_BYTES=(16<<10)"),
+    "claims": ("claims_threads.c", *_ENGINE, "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048",
+               "-DMEASURED_BYTES=4096"),
+    "frames": ("frames_fuzz.c", *_ENGINE, "streams.c", "-DWINDOW_BYTES=(16<<10)"),
     "xla": ("xla_threads.c", "-ldl"),
 }  # fmt: skip
 # Bytes of an area or of a ring. A ring is shorter than a head, as long as some messages, or longer
