@@ -120,11 +120,11 @@ def message_walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
             "gloo",
             "auto",
             {
-                "first": (64, 20),
-                "again": (38, 12),
-                "out": (38, 12),
-                "counts": (33, 11),
-                "broadcast": (62, 17),
+                "first": (70, 21),
+                "again": (41, 12),
+                "out": (41, 12),
+                "counts": (36, 11),
+                "broadcast": (66, 18),
             },
         ),
         pytest.param(
