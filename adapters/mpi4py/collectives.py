@@ -23,7 +23,7 @@ from .exceptions import CLASSES, TRANSLATED, MPIError
 from .handles import IN_PLACE, Handle
 from .layouts import Piece
 from .messages import NOTHING, equal, simple, vector, vector_of_types
-from .operations import Operation
+from .operations import Operation, await_posted
 from .operators import SUM, check_alike, fold
 from .pickling import loads, pickle
 from .requests import forms
@@ -142,14 +142,20 @@ class Collectives(Handle):
         self, sends: Iterable[tuple[int, bytes]], sources: Iterable[int], tag: int = 0
     ) -> list[Any]:
         """Send pickles to ranks, and return an object from each source."""
-
-        def plan(operation: Operation) -> None:
-            posted = [operation.receive(None, source) for source in sources]
+        context = self._live
+        mail, rank, tag = context.calls, context.rank, tag or context.next_tag()
+        own, sent = b"", []
+        with TRANSLATED:
+            received = [None if s == rank else mail.receive(None, s, tag) for s in sources]
             for target, data in sends:
-                operation.send(data, target)
-            operation.then(lambda: [loads(each.data) for each in posted])
-
-        return self._collective(plan, tag).run()  # type: ignore[no-any-return]
+                if target == rank:
+                    own = data
+                else:
+                    sent.append(mail.send(data, target, tag))
+            items = [each for each in (*received, *sent) if each is not None]
+            if not all(each.whole for each in items):
+                await_posted(mail, *items)
+        return [loads(own if each is None else each.data) for each in received]
 
     def _swap_one(
         self, obj: Any, targets: Iterable[int], sources: Iterable[int], tag: int = 0
