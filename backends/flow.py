@@ -86,9 +86,9 @@ class Flow:
             self._announced.discard(number)
         return True
 
-    def has_granted(self) -> bool:
-        """Return whether there are grants."""
-        return bool(self._granted)
+    def has_granted(self, number: int) -> bool:
+        """Return whether the peer has granted an announced message that still waits."""
+        return number in self._granted
 
     # -- messages from the peer -----------------------------------------------------------
 

@@ -59,8 +59,6 @@ _NO_LENGTH = 1 << 47
 # Bytes of all copies of posted sends; the same number as in messages.h.
 _COPIED_BYTES = 64 << 20
 _NOTHING = np.empty(0, np.uint8)
-# What a send yields that waits for a grant, in nobody's way.
-_WAITS_FOR_GRANT = object()
 
 
 class Prefix(Protocol):
@@ -250,8 +248,8 @@ class Engine:
         if rank != NOBODY:
             self._inboxes[rank] = _Inbox(self, rank, None)
         self.queues: dict[int, deque[tuple[Posted, Generator[Any, None, None], int]]] = {}
-        # Sends that wait for a grant, with the same parts.
-        self._announced: dict[int, deque[tuple[Posted, Generator[Any, None, None], int]]] = {}
+        # Sends that wait for a grant, in nobody's way: by rank and number, with the same parts.
+        self._announced: dict[int, dict[int, tuple[Posted, Generator[Any, None, None], int]]] = {}
         self._flows: dict[int, Flow] = {
             rank: carrier.flow for rank, carrier in carriers.items() if hasattr(carrier, "flow")
         }
@@ -316,7 +314,11 @@ class Engine:
     def _leaving(
         self, content: Array, to: int, tag: int, marks: tuple[int, ...]
     ) -> Generator[object, None, None]:
-        """Send a message; announce it first if it does not fit into the window."""
+        """Send a message; announce it first if it does not fit into the window.
+
+        Yields:
+            None while the stream takes no more; the number of an announced message that waits.
+        """
         carrier, flow = self._carriers[to], self._flows.get(to)
         if flow is None:
             yield from _whole(carrier, carrier.write(content, tag, *marks))
@@ -325,7 +327,7 @@ class Engine:
         if number:
             yield from _framed(carrier, carrier.announce(content.size, tag, number))
             while not flow.granted(number):
-                yield _WAITS_FOR_GRANT
+                yield number
             tag, marks = CONTROL_TAG, (-number,)
         yield from _framed(carrier, carrier.write(content, tag, *marks))
 
@@ -432,12 +434,9 @@ class Engine:
         try:
             self._read(to)
             with self.lock:
-                sends = self._announced.get(to, ())
-                for send in [send for send in sends if self._flows[to].has_granted()]:
-                    # The generator takes the grant, if it is its own.
-                    if next(send[1], None) is not _WAITS_FOR_GRANT:
-                        self._announced[to].remove(send)
-                        self.queues.setdefault(to, deque()).append(send)
+                sends = self._announced.get(to, {})
+                for number in [n for n in sends if self._flows[to].has_granted(n)]:
+                    self.queues.setdefault(to, deque()).append(sends.pop(number))
         except (EOFError, OSError) as error:
             self._drop(to, error)
 
@@ -482,8 +481,9 @@ class Engine:
                 if step is None:
                     return False
                 queue.popleft()
-                if step is _WAITS_FOR_GRANT:
-                    self._announced.setdefault(to, deque()).append((posted, steps, copied))
+                if step is not steps:
+                    with self.lock:
+                        self._announced.setdefault(to, {})[step] = posted, steps, copied
                     continue
             except BaseException as error:
                 self._drop(to, error)
@@ -507,7 +507,10 @@ class Engine:
 
     def _drop(self, to: int, error: BaseException) -> None:
         """End all sends to a rank after an error."""
-        for posted, steps, copied in [*self.queues.pop(to, ()), *self._announced.pop(to, ())]:
+        for posted, steps, copied in [
+            *self.queues.pop(to, ()),
+            *self._announced.pop(to, {}).values(),
+        ]:
             steps.close()
             self._copied -= copied
             if not posted.done:
@@ -639,8 +642,9 @@ class Engine:
                         steps.close()
                         queue[index] = posted, never if begun else _nothing(), copied
                         posted.end(CANCELLED)
-                for send in [s for s in self._announced.get(posted.to, ()) if s[0] is posted]:
-                    self._announced[posted.to].remove(send)
+                sends = self._announced.get(posted.to, {})
+                for number in [n for n, send in sends.items() if send[0] is posted]:
+                    del sends[number]
                     self._carriers[posted.to].spoil()  # the peer may ask for bytes that are gone
                     posted.end(CANCELLED)
             finally:
