@@ -481,7 +481,7 @@ class Engine:
                 if step is None:
                     return False
                 queue.popleft()
-                if step is not steps:
+                if isinstance(step, int):
                     with self.lock:
                         self._announced.setdefault(to, {})[step] = posted, steps, copied
                     continue
