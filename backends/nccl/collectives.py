@@ -61,18 +61,21 @@ class Collectives(Backend):
 
     def __init__(self) -> None:
         # NCCL's codes (dtype, operator) for each reduction that NCCL can do. At first these are the
-        # reductions of any version; _learn() removes the dtypes that the installed version lacks.
+        # reductions of any version; _learn() removes those that the installed version lacks.
         self._codes: dict[tuple[str, DType], tuple[int, int]] = {
             (op, BY_NAME[dtype]): (number, code)
             for op, code in OPS.items()
             for dtype, number in DTYPES.items()
         }
+        self._scales = True
 
     def _learn(self, library: NcclLibrary) -> None:
         """Record which reductions the installed version of NCCL can do."""
         for key in list(self._codes):
-            if library.dtype(key[1]) is None:
+            code, number = library.op(key[0]), library.dtype(key[1])
+            if code is None or number is None:
                 del self._codes[key]
+        self._scales = library.has("ncclRedOpCreatePreMulSum")
 
     def supports(self, what: str, op: ReduceOp, dtype: DType, ordered: bool) -> bool:
         # The result is the same on all ranks, because all ranks have the same version of NCCL.
@@ -81,7 +84,7 @@ class Collectives(Backend):
         if self._comm is None:
             self._look_ahead()
         if op.factor is not None:
-            return dtype.name in _SCALED
+            return self._scales and dtype.name in _SCALED and ("sum", dtype) in self._codes
         return (op.name, dtype) in self._codes
 
     def _reduction(self, request: Request, deadline: Deadline) -> tuple[int, int]:

@@ -1,7 +1,9 @@
 """NCCL's operations on one communicator, as calls with plain integers.
 
-Pointers, streams and NCCL's codes are ints; counts are numbers of elements. A call returns once the
-operation is on its stream. In a group no operation starts before the group's end.
+Pointers, streams and NCCL's codes are ints; counts are numbers of elements. A call returns False
+once the operation is on its stream, and True while NCCL is still enqueuing it. Then the caller
+must settle the communicator before the next call on it. In a group no operation starts before the
+group's end, and the result of the end counts.
 
 Versions before 2.28 lack all-to-all, gather and scatter; there these operations are grouped
 messages. The methods with ``_v`` take one count per rank. They are groups in every version,
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +29,17 @@ from .prototypes import ITEMSIZES, SCALAR_ON_HOST, WINDOW_SYMMETRIC
 if TYPE_CHECKING:
     from collective.cuda import Device
 
-__all__ = ["CallGroup", "NcclCalls"]
+__all__ = ["CallGroup", "NcclCalls", "Poll", "patient"]
+
+#: Function that checks the deadline and the ranks' health, and raises to give up.
+Poll = Callable[[], None]
 
 # Number of premul_sum operators that are cached. A program whose factor varies makes one per call.
 _FACTORS = 60
+
+
+def patient() -> None:
+    """Check nothing: the poll function of waits without a deadline."""
 
 
 class NcclCalls:
@@ -72,8 +81,8 @@ class NcclCalls:
             library.function(name) if library.has(name) else None for name in exchanges
         )
 
-    def _refuse(self, code: int, name: str) -> None:
-        """Raise the error that a result code other than success means."""
+    def _in_progress(self, code: int, name: str) -> bool:
+        """Return whether a result code other than success means "in progress"; raise an error."""
         raise NotImplementedError
 
     def _living(self, name: str) -> int:
@@ -82,6 +91,10 @@ class NcclCalls:
         Args:
             name: the call, for the error.
         """
+        raise NotImplementedError
+
+    def _finish(self, code: int, name: str, poll: Poll) -> None:
+        """Wait for the end of a call that is in progress; raise if its result code is an error."""
         raise NotImplementedError
 
     def group(self) -> CallGroup:
@@ -95,14 +108,13 @@ class NcclCalls:
         code = self._group_start()
         if code:
             self._leave_group()
-            self._refuse(code, "ncclGroupStart")
+            self._in_progress(code, "ncclGroupStart")
 
-    def group_end(self) -> None:
-        """Start the calls since :meth:`group_start`."""
+    def group_end(self) -> bool:
+        """Start the calls since :meth:`group_start`; return whether NCCL is still enqueuing."""
         code = self._group_end()
         self._leave_group()
-        if code:
-            self._refuse(code, "ncclGroupEnd")
+        return self._in_progress(code, "ncclGroupEnd") if code else False
 
     def _leave_group(self) -> None:
         self._depth -= 1
@@ -110,120 +122,109 @@ class NcclCalls:
 
     # -- one NCCL call each, with no layer between: every microsecond adds to the latency -------
 
-    def all_reduce(self, src: int, dst: int, count: int, dtype: int, op: int, stream: int) -> None:
+    def all_reduce(self, src: int, dst: int, count: int, dtype: int, op: int, stream: int) -> bool:
         """Fold ``count`` elements of all ranks' ``src`` into every ``dst``."""
         self._inside = 1
         code = self._all_reduce(src, dst, count, dtype, op, self._raw, stream)
         self._inside = self._depth
-        if code:
-            self._refuse(code, "ncclAllReduce")
+        return self._in_progress(code, "ncclAllReduce") if code else False
 
-    def broadcast(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> None:
+    def broadcast(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> bool:
         """Copy ``src`` of ``root`` into every ``dst``."""
         self._inside = 1
         code = self._broadcast(src, dst, count, dtype, root, self._raw, stream)
         self._inside = self._depth
-        if code:
-            self._refuse(code, "ncclBroadcast")
+        return self._in_progress(code, "ncclBroadcast") if code else False
 
     def reduce(
         self, src: int, dst: int, count: int, dtype: int, op: int, root: int, stream: int
-    ) -> None:
+    ) -> bool:
         """Fold all ranks' ``src`` into ``dst`` of ``root``; elsewhere ``dst`` may be 0."""
         self._inside = 1
         code = self._reduce(src, dst, count, dtype, op, root, self._raw, stream)
         self._inside = self._depth
-        if code:
-            self._refuse(code, "ncclReduce")
+        return self._in_progress(code, "ncclReduce") if code else False
 
     def reduce_scatter(
         self, src: int, dst: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
+    ) -> bool:
         """Fold all ranks' ``src`` of ``size * count`` elements; put part ``rank`` into ``dst``."""
         self._inside = 1
         code = self._reduce_scatter(src, dst, count, dtype, op, self._raw, stream)
         self._inside = self._depth
-        if code:
-            self._refuse(code, "ncclReduceScatter")
+        return self._in_progress(code, "ncclReduceScatter") if code else False
 
-    def all_gather(self, src: int, dst: int, count: int, dtype: int, stream: int) -> None:
+    def all_gather(self, src: int, dst: int, count: int, dtype: int, stream: int) -> bool:
         """Concatenate all ranks' ``src`` of ``count`` elements in every ``dst``."""
         self._inside = 1
         code = self._all_gather(src, dst, count, dtype, self._raw, stream)
         self._inside = self._depth
-        if code:
-            self._refuse(code, "ncclAllGather")
+        return self._in_progress(code, "ncclAllGather") if code else False
 
-    def send(self, src: int, count: int, dtype: int, peer: int, stream: int) -> None:
+    def send(self, src: int, count: int, dtype: int, peer: int, stream: int) -> bool:
         """Send ``src`` to rank ``peer``."""
         self._inside = 1
         code = self._send(src, count, dtype, peer, self._raw, stream)
         self._inside = self._depth
-        if code:
-            self._refuse(code, "ncclSend")
+        return self._in_progress(code, "ncclSend") if code else False
 
-    def recv(self, dst: int, count: int, dtype: int, peer: int, stream: int) -> None:
+    def recv(self, dst: int, count: int, dtype: int, peer: int, stream: int) -> bool:
         """Receive ``dst`` from rank ``peer``."""
         self._inside = 1
         code = self._recv(dst, count, dtype, peer, self._raw, stream)
         self._inside = self._depth
-        if code:
-            self._refuse(code, "ncclRecv")
+        return self._in_progress(code, "ncclRecv") if code else False
 
-    def all_to_all(self, src: int, dst: int, count: int, dtype: int, stream: int) -> None:
+    def all_to_all(self, src: int, dst: int, count: int, dtype: int, stream: int) -> bool:
         """Send part ``j`` of ``src``, ``count`` elements, to rank ``j``, into other memory."""
         if self._all_to_all is None:
             counts = [count] * self.size
-            self.all_to_all_v(src, counts, dst, counts, dtype, stream)
-            return
+            return self.all_to_all_v(src, counts, dst, counts, dtype, stream)
         self._inside = 1
         code = self._all_to_all(src, dst, count, dtype, self._raw, stream)
         self._inside = self._depth
-        if code:
-            self._refuse(code, "ncclAlltoAll")
+        return self._in_progress(code, "ncclAlltoAll") if code else False
 
-    def gather(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> None:
+    def gather(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> bool:
         """Concatenate all ranks' ``src`` of ``count`` elements in ``dst`` of ``root``."""
         if self._gather is None:
-            self.gather_v(src, dst, [count] * self.size, dtype, root, stream)
-            return
+            return self.gather_v(src, dst, [count] * self.size, dtype, root, stream)
         self._inside = 1
         code = self._gather(src, dst, count, dtype, root, self._raw, stream)
         self._inside = self._depth
-        if code:
-            self._refuse(code, "ncclGather")
+        return self._in_progress(code, "ncclGather") if code else False
 
-    def scatter(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> None:
+    def scatter(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> bool:
         """Send part ``j`` of the root's ``src``, ``count`` elements, to ``dst`` of rank ``j``."""
         if self._scatter is None:
-            self.scatter_v(src, dst, [count] * self.size, dtype, root, stream)
-            return
+            return self.scatter_v(src, dst, [count] * self.size, dtype, root, stream)
         self._inside = 1
         code = self._scatter(src, dst, count, dtype, root, self._raw, stream)
         self._inside = self._depth
-        if code:
-            self._refuse(code, "ncclScatter")
+        return self._in_progress(code, "ncclScatter") if code else False
 
     # -- with one count per rank: groups ----------------------------------------------------
 
     def all_gather_v(
         self, src: int, dst: int, counts: Sequence[int], dtype: int, stream: int
-    ) -> None:
+    ) -> bool:
         """Concatenate all ranks' ``src``, of ``counts[rank]`` elements, in every ``dst``."""
-        with self.group():
+        with self.group() as group:
             for rank, start, count in _parts(dst, counts, dtype):
                 self.broadcast(
                     src if rank == self.rank else start, start, count, dtype, rank, stream
                 )
+        return group.pending
 
     def reduce_scatter_v(
         self, src: int, dst: int, counts: Sequence[int], dtype: int, op: int, stream: int
-    ) -> None:
+    ) -> bool:
         """Fold all ranks' ``src`` of ``sum(counts)`` elements; put part ``rank`` into ``dst``."""
-        with self.group():
+        with self.group() as group:
             for rank, start, count in _parts(src, counts, dtype):
                 own = dst if rank == self.rank else 0
                 self.reduce(start, own, count, dtype, op, rank, stream)
+        return group.pending
 
     def all_to_all_v(
         self,
@@ -233,19 +234,20 @@ class NcclCalls:
         recv_counts: Sequence[int],
         dtype: int,
         stream: int,
-    ) -> None:
+    ) -> bool:
         """Send part ``j`` of ``src`` to rank ``j``; concatenate what arrives in ``dst``."""
-        with self.group():
+        with self.group() as group:
             for rank, start, count in _parts(src, send_counts, dtype):
                 self.send(start, count, dtype, rank, stream)
             for rank, start, count in _parts(dst, recv_counts, dtype):
                 self.recv(start, count, dtype, rank, stream)
+        return group.pending
 
     def gather_v(
         self, src: int, dst: int, counts: Sequence[int], dtype: int, root: int, stream: int
-    ) -> None:
+    ) -> bool:
         """Concatenate all ranks' ``src``, of ``counts[rank]`` elements, in ``dst`` of ``root``."""
-        with self.group():
+        with self.group() as group:
             parts = list(_parts(dst, counts, dtype)) if self.rank == root else []
             own = next((start for rank, start, _ in parts if rank == root), 0)
             if own != src and counts[self.rank]:
@@ -253,12 +255,13 @@ class NcclCalls:
             for rank, start, count in parts:
                 if start != src or rank != root:  # else in place: the data is there already
                     self.recv(start, count, dtype, rank, stream)
+        return group.pending
 
     def scatter_v(
         self, src: int, dst: int, counts: Sequence[int], dtype: int, root: int, stream: int
-    ) -> None:
+    ) -> bool:
         """Send part ``j`` of the root's ``src``, ``counts[j]`` elements, to rank ``j``."""
-        with self.group():
+        with self.group() as group:
             parts = list(_parts(src, counts, dtype)) if self.rank == root else []
             own = next((start for rank, start, _ in parts if rank == root), 0)
             for rank, start, count in parts:
@@ -266,6 +269,7 @@ class NcclCalls:
                     self.send(start, count, dtype, rank, stream)
             if own != dst and counts[self.rank]:
                 self.recv(dst, counts[self.rank], dtype, root, stream)
+        return group.pending
 
     # -- NCCL's operators and memory ---------------------------------------------------------
 
@@ -289,8 +293,7 @@ class NcclCalls:
             with self._lock:
                 raw = self._living("premul_sum")
                 result = create(ctypes.byref(created), address, code, SCALAR_ON_HOST, raw)
-            if result:
-                self._refuse(result, "ncclRedOpCreatePreMulSum")
+            self._finish(result, "ncclRedOpCreatePreMulSum", patient)
             op = self._factors[key] = created.value
         return op
 
@@ -306,33 +309,35 @@ class NcclCalls:
 
     def register(self, address: int, nbytes: int) -> int:
         """Let NCCL use memory without copies (``ncclCommRegister``); return a handle."""
-        return self._written("ncclCommRegister", address, nbytes)
+        return self._written("ncclCommRegister", patient, address, nbytes)
 
     def deregister(self, handle: int) -> None:
         """Undo :meth:`register`; do nothing if the communicator is gone."""
         self._released("ncclCommDeregister", handle)
 
-    def window(self, address: int, nbytes: int) -> int:
+    def window(self, address: int, nbytes: int, poll: Poll = patient) -> int:
         """Register memory of all ranks as one window (``ncclCommWindowRegister``).
 
         Collective: every rank, with the same number of bytes, from :meth:`mem_alloc`.
 
+        Args:
+            poll: as for :meth:`create`.
+
         Returns:
             A handle for :meth:`close_window`.
         """
-        return self._written("ncclCommWindowRegister", address, nbytes, WINDOW_SYMMETRIC)
+        return self._written("ncclCommWindowRegister", poll, address, nbytes, WINDOW_SYMMETRIC)
 
     def close_window(self, handle: int) -> None:
         """Undo :meth:`window`; do nothing if the communicator is gone."""
         self._released("ncclCommWindowDeregister", handle)
 
-    def _written(self, name: str, address: int, nbytes: int, *flags: int) -> int:
+    def _written(self, name: str, poll: Poll, address: int, nbytes: int, *flags: int) -> int:
         function = self.library.function(name)
         handle = ctypes.c_void_p()
         with self.device.active(), self._lock:
             code = function(self._living(name), address, nbytes, ctypes.byref(handle), *flags)
-        if code:
-            self._refuse(code, name)
+        self._finish(code, name, poll)
         return handle.value or 0
 
     def _released(self, name: str, handle: int) -> None:
@@ -340,8 +345,7 @@ class NcclCalls:
             if not self._raw:
                 return
             code = self.library.function(name)(self._raw, handle)
-        if code:
-            self._refuse(code, name)
+        self._finish(code, name, patient)
 
     def mem_alloc(self, nbytes: int) -> int:
         """Return the address of memory that NCCL can register best (``ncclMemAlloc``)."""
@@ -380,12 +384,17 @@ class CallGroup:
     If the body raises, the calls made before start nevertheless, since NCCL cannot take them
     back. The other ranks may then wait for the missing calls, so the caller must abort the
     communicator.
+
+    Attributes:
+        pending: after the body, whether NCCL is still enqueuing. If so, the caller must settle the
+            communicator before its next call.
     """
 
-    __slots__ = ("_comm",)
+    __slots__ = ("_comm", "pending")
 
     def __init__(self, comm: NcclCalls) -> None:
         self._comm = comm
+        self.pending = False
 
     def __enter__(self) -> CallGroup:
         self._comm.group_start()
@@ -401,4 +410,4 @@ class CallGroup:
         code = comm._group_end()
         comm._leave_group()
         if code and kind is None:
-            comm._refuse(code, "ncclGroupEnd")
+            self.pending = comm._in_progress(code, "ncclGroupEnd")

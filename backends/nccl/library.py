@@ -13,7 +13,7 @@ from typing import Any
 from collective.errors import BackendError, BackendUnavailableError, UnsupportedError
 from collective.memory.dtypes import DType
 
-from .prototypes import DTYPES, FUNCTIONS, IN_PROGRESS, OLDEST, RESULTS, UniqueId, version_text
+from .prototypes import DTYPES, FUNCTIONS, IN_PROGRESS, OLDEST, OPS, RESULTS, UniqueId, version_text
 
 __all__ = ["FEATURES", "VARIABLE", "NcclLibrary", "find", "install_command", "load"]
 
@@ -24,6 +24,12 @@ _SONAME = "libnccl.so.2"
 #: The features in which versions differ, for ``collective doctor``. A value is the name of the
 #: function that a feature came with, or the code of the first version that has the feature.
 FEATURES: dict[str, str | int] = {
+    "avg": 21003,
+    "bfloat16": 21003,
+    "premul_sum": "ncclRedOpCreatePreMulSum",
+    "non-blocking": "ncclCommInitRankConfig",
+    "split": "ncclCommSplit",
+    "register": "ncclCommRegister",
     "fp8": 22403,
     "shrink": 22703,
     "windows": "ncclCommWindowRegister",
@@ -53,7 +59,7 @@ class NcclLibrary:
         self.check(self.function("ncclGetVersion")(ctypes.byref(version)), "ncclGetVersion")
         self.version = version.value
         self.text = version_text(version.value)
-        if self.version < OLDEST:
+        if not self.has("ncclSend"):
             raise BackendUnavailableError(
                 f"nccl: {path} is NCCL {self.text}; {version_text(OLDEST)} is the oldest version "
                 f"that is supported. Install a newer one: {install_command()}"
@@ -109,7 +115,9 @@ class NcclLibrary:
     def words(self, code: int, what: str, comm: int = 0) -> str:
         """Return the text of the error that :meth:`check` raises."""
         general = _decoded(self.function("ncclGetErrorString")(code))
-        last = _decoded(self.function("ncclGetLastError")(comm))
+        last = ""
+        if self.has("ncclGetLastError"):
+            last = _decoded(self.function("ncclGetLastError")(comm))
         message = f"{general}: {last}" if last else general
         name = RESULTS.get(code, "ncclResult_t")
         return f"{what}: {message.rstrip('. ')} ({name}, {code}; NCCL {self.text}). " + _remedy(
@@ -124,9 +132,19 @@ class NcclLibrary:
 
     def dtype(self, dtype: DType) -> int | None:
         """Return NCCL's code of an element type, None if this library cannot reduce the type."""
-        if dtype.name.startswith("float8") and not self.has("fp8"):
+        feature = "fp8" if dtype.name.startswith("float8") else dtype.name
+        if feature in FEATURES and not self.has(feature):
             return None
         return DTYPES.get(dtype.name)
+
+    def op(self, name: str) -> int | None:
+        """Return NCCL's code of a reduction, None if this library has none for it.
+
+        ``premul_sum`` has none: :meth:`NcclComm.premul_sum` makes an operator for each factor.
+        """
+        if name == "avg" and not self.has("avg"):
+            return None
+        return OPS.get(name)
 
 
 def load(path: str = "") -> NcclLibrary:

@@ -1,8 +1,8 @@
 """GPU memory that is registered with NCCL, so that NCCL can reduce there without a copy.
 
-From NCCL 2.27 on the ranks register the memory as one window. Before that each rank registers its
-own. The memory is freed after its array is dropped, once the streams that this transport knows have
-reached that point. NCCL's communicator may be gone by then.
+From NCCL 2.27 on the ranks register the memory as one window. From 2.19 on each rank registers its
+own. Before that it is ordinary memory. The memory is freed after its array is dropped, once the
+streams that this transport knows have reached that point. NCCL's communicator may be gone by then.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from collective import cuda
 from collective.deadline import Deadline
 from collective.errors import AllocationError, BackendError, CollectiveError
 from collective.memory.device_array import DeviceArray
@@ -40,9 +41,18 @@ class _DeviceBlock:
         self.comm = comm
         self.device = device
         self.nbytes = -(-nbytes // _PAGE) * _PAGE
-        self.address = comm.mem_alloc(self.nbytes)
+        self.address = 0
         self._leave: Callable[[], None] | None = None
-        self._freed = False
+        self._memory: cuda.Memory | None = None
+        self._free: Callable[[], None] | None = None
+        if comm.library.has("ncclMemAlloc"):
+            self.address = address = comm.mem_alloc(self.nbytes)
+            self._free = lambda: comm.mem_free(address)
+        else:
+            stream = device.stream(0)
+            self._memory = cuda.allocate(device, self.nbytes, stream)
+            self.address = self._memory.address
+            stream.synchronize()  # other streams may use it
 
     def register(self) -> None:
         """Register the block with NCCL. Collective: all ranks."""
@@ -50,7 +60,7 @@ class _DeviceBlock:
         if library.has("ncclCommWindowRegister"):
             window = comm.window(self.address, self.nbytes)
             self._leave = lambda: comm.close_window(window)
-        else:
+        elif library.has("ncclCommRegister"):
             handle = comm.register(self.address, self.nbytes)
             self._leave = lambda: comm.deregister(handle)
 
@@ -64,10 +74,10 @@ class _DeviceBlock:
     def free(self) -> None:
         """Deregister the block and free its memory."""
         self.leave()
-        if not self._freed:
-            self._freed = True
+        free, self._free, self._memory = self._free, None, None
+        if free is not None:
             with contextlib.suppress(CollectiveError):  # the GPU may be broken
-                self.comm.mem_free(self.address)
+                free()
 
 
 class Blocks:

@@ -1,6 +1,6 @@
 """The part of NCCL's C interface that is used: functions, codes and the configuration struct.
 
-Functions that are newer than the oldest supported version have the version that brought them.
+Each function is listed with the first version that provides the function.
 ``tests/backends/nccl/test_library.py`` compares all of this with the real ``nccl.h``.
 """
 
@@ -24,9 +24,9 @@ __all__ = [
     "version_text",
 ]
 
-#: The oldest version that is supported: the first one that allocates memory and registers it. Since
-#: 2.18 a communicator can be made without blocking, and have calls that block.
-OLDEST = 21901
+#: The oldest version that is supported: the first one with messages between two ranks, which the
+#: transport needs.
+OLDEST = 2703
 
 #: Value of a configuration field that lets NCCL choose (``INT_MIN``).
 UNDEFINED = -(2**31)
@@ -127,13 +127,12 @@ class Prototype(NamedTuple):
     Attributes:
         arguments: ctypes types, in order. Every pointer is a ``void *``: ctypes passes a plain
             integer fastest, and ``byref`` fits, too.
-        since: the code of the first version that has the function; :data:`OLDEST` for those that
-            all supported versions have.
+        since: the code of the first version that has the function.
         result: type of the result, ``ncclResult_t`` except for two functions.
     """
 
     arguments: tuple[Any, ...]
-    since: int = OLDEST
+    since: int
     result: Any = ctypes.c_int
 
 
@@ -144,39 +143,40 @@ _dtype = _op = _rank = _int
 #: Every function that is called, by name.
 FUNCTIONS: dict[str, Prototype] = {
     # the library
-    "ncclGetVersion": Prototype((_pointer,)),
-    "ncclGetUniqueId": Prototype((_pointer,)),
-    "ncclGetErrorString": Prototype((_int,), result=ctypes.c_char_p),
-    "ncclGetLastError": Prototype((_comm,), result=ctypes.c_char_p),
+    "ncclGetVersion": Prototype((_pointer,), 2000),
+    "ncclGetUniqueId": Prototype((_pointer,), 2000),
+    "ncclGetErrorString": Prototype((_int,), 2000, ctypes.c_char_p),
+    "ncclGetLastError": Prototype((_comm,), 21304, ctypes.c_char_p),
     # communicators
-    "ncclCommInitRankConfig": Prototype((_pointer, _int, UniqueId, _rank, _pointer)),
-    "ncclCommSplit": Prototype((_comm, _int, _int, _pointer, _pointer)),
-    "ncclCommFinalize": Prototype((_comm,)),
-    "ncclCommDestroy": Prototype((_comm,)),
-    "ncclCommAbort": Prototype((_comm,)),
-    "ncclCommGetAsyncError": Prototype((_comm, _pointer)),
+    "ncclCommInitRank": Prototype((_pointer, _int, UniqueId, _rank), 2000),
+    "ncclCommInitRankConfig": Prototype((_pointer, _int, UniqueId, _rank, _pointer), 21403),
+    "ncclCommSplit": Prototype((_comm, _int, _int, _pointer, _pointer), 21801),
+    "ncclCommFinalize": Prototype((_comm,), 21403),
+    "ncclCommDestroy": Prototype((_comm,), 2000),
+    "ncclCommAbort": Prototype((_comm,), 2402),
+    "ncclCommGetAsyncError": Prototype((_comm, _pointer), 2402),
     # groups
-    "ncclGroupStart": Prototype(()),
-    "ncclGroupEnd": Prototype(()),
+    "ncclGroupStart": Prototype((), 2000),
+    "ncclGroupEnd": Prototype((), 2000),
     # operators
-    "ncclRedOpCreatePreMulSum": Prototype((_pointer, _pointer, _dtype, _int, _comm)),
-    "ncclRedOpDestroy": Prototype((_op, _comm)),
+    "ncclRedOpCreatePreMulSum": Prototype((_pointer, _pointer, _dtype, _int, _comm), 21104),
+    "ncclRedOpDestroy": Prototype((_op, _comm), 21104),
     # operations
-    "ncclAllReduce": Prototype((_pointer, _pointer, _size, _dtype, _op, _comm, _stream)),
-    "ncclBroadcast": Prototype((_pointer, _pointer, _size, _dtype, _rank, _comm, _stream)),
-    "ncclReduce": Prototype((_pointer, _pointer, _size, _dtype, _op, _rank, _comm, _stream)),
-    "ncclReduceScatter": Prototype((_pointer, _pointer, _size, _dtype, _op, _comm, _stream)),
-    "ncclAllGather": Prototype((_pointer, _pointer, _size, _dtype, _comm, _stream)),
-    "ncclSend": Prototype((_pointer, _size, _dtype, _rank, _comm, _stream)),
-    "ncclRecv": Prototype((_pointer, _size, _dtype, _rank, _comm, _stream)),
+    "ncclAllReduce": Prototype((_pointer, _pointer, _size, _dtype, _op, _comm, _stream), 2000),
+    "ncclBroadcast": Prototype((_pointer, _pointer, _size, _dtype, _rank, _comm, _stream), 2202),
+    "ncclReduce": Prototype((_pointer, _pointer, _size, _dtype, _op, _rank, _comm, _stream), 2000),
+    "ncclReduceScatter": Prototype((_pointer, _pointer, _size, _dtype, _op, _comm, _stream), 2000),
+    "ncclAllGather": Prototype((_pointer, _pointer, _size, _dtype, _comm, _stream), 2000),
+    "ncclSend": Prototype((_pointer, _size, _dtype, _rank, _comm, _stream), 2703),
+    "ncclRecv": Prototype((_pointer, _size, _dtype, _rank, _comm, _stream), 2703),
     "ncclAlltoAll": Prototype((_pointer, _pointer, _size, _dtype, _comm, _stream), 22803),
     "ncclGather": Prototype((_pointer, _pointer, _size, _dtype, _rank, _comm, _stream), 22803),
     "ncclScatter": Prototype((_pointer, _pointer, _size, _dtype, _rank, _comm, _stream), 22803),
     # memory
-    "ncclMemAlloc": Prototype((_pointer, _size)),
-    "ncclMemFree": Prototype((_pointer,)),
-    "ncclCommRegister": Prototype((_comm, _pointer, _size, _pointer)),
-    "ncclCommDeregister": Prototype((_comm, _handle)),
+    "ncclMemAlloc": Prototype((_pointer, _size), 21901),
+    "ncclMemFree": Prototype((_pointer,), 21901),
+    "ncclCommRegister": Prototype((_comm, _pointer, _size, _pointer), 21901),
+    "ncclCommDeregister": Prototype((_comm, _handle), 21901),
     "ncclCommWindowRegister": Prototype((_comm, _pointer, _size, _pointer, _int), 22703),
     "ncclCommWindowDeregister": Prototype((_comm, _handle), 22703),
 }

@@ -214,7 +214,7 @@ class NcclBackend(Collectives, Monitored):
         awaited: Sequence[int] | None = None,
     ) -> NcclComm:
         try:
-            # The communicator's later calls may block; the watch ends them.
+            # Later calls on the communicator may block; the watch ends them.
             return NcclComm.create(library, unique_id, rank, size, device, wait.check)
         except BackendError as error:
             raise self.channel.explain("nccl", error, awaited) from error
@@ -243,7 +243,8 @@ class NcclBackend(Collectives, Monitored):
         try:
             if channel.failure is not None:
                 channel.check(request)
-            function(*args, stream.handle)
+            if function(*args, stream.handle):
+                self._settle(asked)
             watch.add(_tuple(Pending, (stream.record(), stream, asked)))
         except (BackendError, CommunicatorAbortedError) as error:
             raise self._explained(error, request) from error
@@ -262,6 +263,12 @@ class NcclBackend(Collectives, Monitored):
         self.channel.compare()  # NCCL notices some calls that do not match
         return self.channel.explain(call, error)
 
+    def _settle(self, asked: Asked) -> None:
+        """Wait until NCCL has enqueued the operation; NCCL may first have to connect the ranks."""
+        assert self._comm is not None
+        wait = self.channel.wait(asked.where, asked.deadline, sequence=asked.sequence)
+        self._comm.settle(wait.check)
+
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
         """Group the calls of the body into one NCCL call (``ncclGroupStart``, ``ncclGroupEnd``).
@@ -278,7 +285,7 @@ class NcclBackend(Collectives, Monitored):
                 # NCCL's groups belong to a thread. If this group stayed open, no later call of this
                 # thread would ever start, on any communicator.
                 with contextlib.suppress(BackendError, CommunicatorAbortedError):
-                    batch.end(broken=True)
+                    batch.end()
             raise
         finally:
             self._batch = None
@@ -290,10 +297,10 @@ class NcclBackend(Collectives, Monitored):
                 self.channel.check(asked.where)
         except CollectiveError:
             with contextlib.suppress(BackendError, CommunicatorAbortedError):
-                batch.end(broken=True)
+                batch.end()
             raise
         try:
-            batch.end()
+            batch.end(settle=self._settle)
         except (BackendError, CommunicatorAbortedError) as error:
             raise self._explained(error, asked.where) from error
 

@@ -353,18 +353,23 @@ class Batch:
             self._comm = comm
         self._last[stream.handle] = stream, asked
 
-    def end(self, *, broken: bool = False) -> None:
+    def end(self, settle: Callable[[Asked], None] | None = None) -> None:
         """End the group, so that NCCL enqueues the calls.
 
         Args:
-            broken: whether the communicator is broken, so that nobody watches the calls.
+            settle: waits until NCCL has enqueued the calls, which are then watched; if None, the
+                communicator is broken, so the calls are not watched.
         """
         assert self._comm is not None
+        assert self.asked is not None
         watch = self._watch
         try:
-            self._comm.group_end()
-            for stream, asked in () if broken else self._last.values():
-                watch.add(Pending(stream.record(), stream, asked))
+            pending = self._comm.group_end()
+            if settle is not None:
+                if pending:
+                    settle(self.asked)
+                for stream, asked in self._last.values():
+                    watch.add(Pending(stream.record(), stream, asked))
         finally:
             watch.inside[0] = None
 
