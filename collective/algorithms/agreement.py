@@ -30,7 +30,7 @@ def agree(messages: Messages, request: Request) -> None:
     Raises:
         Disagreement: the digests differ; raised on every rank, with all headers.
     """
-    if not barrier(messages, request.digest or 1):
+    if not _all_have(messages, request.digest or 1):
         compare_headers(messages, request)
 
 
@@ -41,17 +41,27 @@ def compare_headers(messages: Messages, request: Request) -> NoReturn:
         Disagreement: always, on every rank, with all headers.
     """
     header = request.header()
-    sizes = messages.room(messages.size, _INT64)
-    size = Buffer(np.array([len(header)], np.int64), _INT64)
-    moves.all_gather(messages, size, sizes, [1] * messages.size)
-    lengths = sizes.array.tolist()
+    lengths = _collect(messages, len(header)).tolist()
     mine = Buffer(np.frombuffer(header, np.uint8), _UINT8)
     every = messages.room(sum(lengths), _UINT8)
     moves.all_gather(messages, mine, every, lengths)
     raise Disagreement([header.array.tobytes() for header in pieces.cut(every, lengths)])
 
 
-def barrier(messages: Messages, number: int = 1) -> bool:
+def _collect(messages: Messages, number: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the ``number`` of each rank, in rank order."""
+    every = messages.room(messages.size, _INT64)
+    mine = Buffer(np.array([number], np.int64), _INT64)
+    moves.all_gather(messages, mine, every, [1] * messages.size)
+    return every.array
+
+
+def barrier(messages: Messages) -> None:
+    """Wait until every rank has called this function."""
+    _all_have(messages, 1)
+
+
+def _all_have(messages: Messages, number: int) -> bool:
     """Return, once every rank has called this function, whether all have passed the same number.
 
     The messages are those of the dissemination barrier: in round k, each rank sends one to the rank
