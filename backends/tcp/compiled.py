@@ -109,6 +109,7 @@ class CompiledMessages:
     def close(self) -> None:
         """End the connections; C closes its descriptors once no thread uses them."""
         self.cut()
+        self._descriptors = []
         native.close_streams(self.exchange)
 
 

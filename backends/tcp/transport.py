@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import socket
+import time
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -23,7 +24,7 @@ from collective.deadline import Deadline
 from collective.errors import BackendError
 from collective.memory.buffer import Buffer
 from collective.native import NOBODY
-from collective.platform import unacknowledged, usable_cores
+from collective.platform import unacknowledged, unsent, usable_cores
 
 from .compiled import CompiledMessages
 from .connecting import connect_all
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from collective.request import Request
 
 __all__ = ["Nested", "TcpBackend"]
+
+# Seconds that a rank waits for bytes that a peer does not take, before it closes their connection.
+_LINGER_S = 5.0
 
 
 class TcpBackend(Paired):
@@ -102,6 +106,22 @@ class TcpBackend(Paired):
         """Raise if the communicator is broken or closed."""
         self.refuse_broken(where)
         self.channel.refuse_closed(where)
+
+    def close(self) -> None:
+        self._linger()
+        super().close()
+
+    def _linger(self) -> None:
+        """Wait a while for what has not left this host.
+
+        A peer answers messages with credits. The kernel resets a closed connection on which
+        something arrives, and drops what it has not sent yet.
+        """
+        deadline = Deadline(_LINGER_S)
+        while any(map(unsent, self._messages.descriptors())):
+            if self.channel.failure is not None or deadline.expired:
+                return
+            time.sleep(0.001)
 
     def _cut(self) -> None:
         self._messages.cut()

@@ -319,8 +319,9 @@ def _plain(value: Any, blobs: list[np.ndarray[Any, Any]], what: str) -> Any:
     if kind in (list, tuple, set, frozenset):
         return [kind.__name__, *_all_plain(value, blobs, what)]
     if kind is dict:
-        keys, items = _all_plain(value, blobs, what), _all_plain(value.values(), blobs, what)
-        return ["dict", *map(list, zip(keys, items))]
+        # A reader takes the bytes of a key before those of its value.
+        each = _all_plain((part for pair in value.items() for part in pair), blobs, what)
+        return ["dict", *map(list, zip(each[::2], each[1::2]))]
     if kind is complex:
         return ["complex", value.real, value.imag]
     if kind in (bytes, bytearray):

@@ -207,9 +207,10 @@ class Path(_Gate):
         """Whether the root of a scatter sends before the other ranks know its shapes and dtypes.
 
         The value is the same on all ranks. It saves a round before the call where the transport
-        detects differing calls by itself. Such transports take no arrays on GPUs.
+        detects differing calls by itself. Such a transport with an engine for messages takes no
+        arrays on GPUs, whereas over MPI only some ranks may have one.
         """
-        return not (self.on_device or self.agree_sizes)
+        return self.payload_tag != 0 and not self.agree_sizes
 
     def _is_watched(self) -> bool:
         return bool(self.listeners.all or self.results or self._capture)

@@ -63,6 +63,7 @@ __all__ = [
     "tcp_info",
     "threads",
     "unacknowledged",
+    "unsent",
     "usable_cores",
     "want_huge_pages",
 ]
@@ -81,6 +82,8 @@ _TCP_INFO = 11
 # Numbers of retransmissions and of probes without an answer from which on a host is silent.
 _RETRANSMITTED, _PROBED = 3, 2
 # The first processor stands for all.
+# From linux/sockios.h.
+_SIOCOUTQNSD = 0x894B
 _CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 # From <sys/prctl.h>.
@@ -574,6 +577,18 @@ def unacknowledged(descriptor: int) -> int:
         raw = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4))
     except OSError:
         return 1
+    return int.from_bytes(raw, sys.byteorder)
+
+
+def unsent(descriptor: int) -> int:
+    """Return how many bytes a socket has taken that have not left this host, tcp(7).
+
+    A closed descriptor has none.
+    """
+    try:
+        raw = fcntl.ioctl(descriptor, _SIOCOUTQNSD, bytes(4))
+    except (OSError, ValueError):
+        return 0
     return int.from_bytes(raw, sys.byteorder)
 
 

@@ -42,6 +42,7 @@ def who() -> None:
             hosts = local.all_gather_object(comm.host)
             assert set(hosts) == {comm.host}
             here = (local.rank, local.size, local.backend)
+        comm.barrier()  # ranks connect through rank 0, which must not end before
         transport: Any = comm.inner.transport
         between = getattr(transport, "_outer", transport).name
         say(rank=rank, host=comm.host, backend=comm.backend, here=here, between=between,
