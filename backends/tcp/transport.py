@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["Nested", "TcpBackend"]
 
 # Seconds that a rank waits for bytes that a peer does not take, before it closes their connection.
-_LINGER_S = 5.0
+_LINGER_S = 30.0
 
 
 class TcpBackend(Paired):
@@ -108,6 +108,8 @@ class TcpBackend(Paired):
         self.channel.refuse_closed(where)
 
     def close(self) -> None:
+        # A call of another thread ends, and what it has not sent is not waited for.
+        self.channel.end_waits()
         self._linger()
         super().close()
 

@@ -14,6 +14,7 @@ import mmap
 import os
 import re
 import secrets
+import select
 import signal
 import socket
 import struct
@@ -583,13 +584,15 @@ def unacknowledged(descriptor: int) -> int:
 def unsent(descriptor: int) -> int:
     """Return how many bytes a socket has taken that have not left this host, tcp(7).
 
-    A closed descriptor has none.
+    A connection that is closed or reset has none.
     """
+    ended = select.poll()
     try:
-        raw = fcntl.ioctl(descriptor, _SIOCOUTQNSD, bytes(4))
+        nbytes = int.from_bytes(fcntl.ioctl(descriptor, _SIOCOUTQNSD, bytes(4)), sys.byteorder)
+        ended.register(descriptor, 0)  # for POLLERR and POLLHUP
     except (OSError, ValueError):
         return 0
-    return int.from_bytes(raw, sys.byteorder)
+    return 0 if nbytes and ended.poll(0) else nbytes
 
 
 @contextlib.contextmanager
