@@ -20,7 +20,7 @@ LINES = {
     "adapters/chainer": 6843,
     "adapters/cupy": 184,
     "adapters/jax": 2573,
-    "adapters/mpi4py": 6380,
+    "adapters/mpi4py": 6379,
     "adapters/torch": 8155,
     "backends": 2204,
     "backends/gloo": 914,

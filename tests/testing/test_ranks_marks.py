@@ -116,24 +116,23 @@ def test_wrong_mark_is_an_error_that_shows_a_right_one(ranked: Run, mark: str) -
     result.stdout.fnmatch_lines("*the mark ranks is wrong*Write ranks(numbers*")
 
 
-def test_transport_that_needs_mpiexec_is_refused(ranked: Run) -> None:
-    result = ranked("""
-        @pytest.mark.ranks(2, transport="mpi")
+@pytest.mark.parametrize(
+    ("transport", "words"),
+    [
+        pytest.param("mpi", "*RankPool(2, 'mpi')*", id="needs mpiexec"),
+        pytest.param(
+            "carrier-pigeon", "*BackendNotFoundError*carrier-pigeon*", id="does not exist"
+        ),
+    ],
+)
+def test_transport_that_cannot_be_used_is_an_error(ranked: Run, transport: str, words: str) -> None:
+    result = ranked(f"""
+        @pytest.mark.ranks(2, transport="{transport}")
         def test_it(comm):
             pass
     """)
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines("*RankPool(2, 'mpi')*")
-
-
-def test_transport_that_does_not_exist_is_an_error(ranked: Run) -> None:
-    result = ranked("""
-        @pytest.mark.ranks(2, transport="carrier-pigeon")
-        def test_it(comm):
-            pass
-    """)
-    result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines("*BackendNotFoundError*carrier-pigeon*")
+    result.stdout.fnmatch_lines(words)
 
 
 @pytest.mark.parametrize("transport", ["threads", "tcp"])
