@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -421,7 +422,7 @@ def test_call_of_second_thread_advises_another_group_on_every_rank(rank: int, si
     store = group.get_group_store()
 
     def wait_for_others() -> None:
-        with pytest.raises(PeerFailedError):
+        with contextlib.suppress(PeerFailedError):  # or the others still come
             dist.barrier()
 
     if rank == 0:
@@ -437,6 +438,8 @@ def test_call_of_second_thread_advises_another_group_on_every_rank(rank: int, si
     else:
         dist.barrier(others)
         store.wait(["refused"])
+        with contextlib.suppress(PeerFailedError):  # or the thread has done its part
+            dist.barrier()
         with pytest.raises(PeerFailedError, match=r"dist\.new_group\(\)"):
             dist.barrier()
 
