@@ -5,6 +5,7 @@
     python benchmarks/between_hosts.py                  # on loopback, then between two namespaces
     python benchmarks/between_hosts.py --namespaces 2 --ranks 4 --operations all_reduce --quick
     python benchmarks/between_hosts.py --plugin --against torch   # also torch.distributed over tcp
+    python benchmarks/between_hosts.py --tls --namespaces 2       # also tcp with certificates
 
 Hosts are network namespaces. The ranks of a single host speak over its loopback interface. Shared
 memory is off for every contestant except ``hierarchical``. Before the turns begin, each contestant
@@ -51,8 +52,12 @@ _FLAT = ("tcp", "gloo")
 _LEVELS = ("hierarchical/tcp", "hierarchical/gloo")
 # torch.distributed over our plug-in, which takes tcp.
 _PLUGIN = "torch-plugin"
+# tcp with certificates, which encrypts the arrays between hosts.
+_ENCRYPTED = "tcp/tls"
 # Each is compared with the second.
-_PAIRS = ((_LEVELS[0], "tcp"), (_LEVELS[1], "gloo"), _LEVELS, (_PLUGIN, "torch"))
+_PAIRS = (
+    (_LEVELS[0], "tcp"), (_LEVELS[1], "gloo"), _LEVELS, (_PLUGIN, "torch"), (_ENCRYPTED, "tcp"),
+)  # fmt: skip
 _OTHERS = ("mpi4py", "torch")
 # Promised: times as fast as the fastest other library, and the aim. A tenth is noise.
 _MUST, _AIM = 0.9, 1.0
@@ -87,6 +92,16 @@ def _placement(vendor: str, places: str, shell: str) -> list[str]:
     return ["-hosts", places, "-launcher", "ssh", "-launcher-exec", shell]
 
 
+def _protection(folder: Path) -> dict[str, str]:
+    """Return the settings of a job with a secret and with a certificate in ``folder``."""
+    certificate, key = str(folder / "tls.crt"), str(folder / "tls.key")
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    command = ["openssl", "req", "-x509", *curve, "-subj", "/CN=rank", "-out", certificate]
+    subprocess.run([*command, "-keyout", key], check=True, capture_output=True)
+    (folder / "ca.crt").write_bytes((folder / "tls.crt").read_bytes())
+    return {"COLLECTIVE_TLS": str(folder), "COLLECTIVE_SECRET": "0f" * 32}
+
+
 @dataclass(frozen=True)
 class _Spread(Contestant):
     """Contestant whose ranks are spread evenly over hosts.
@@ -111,7 +126,8 @@ class _Spread(Contestant):
         else:
             module = [sys.executable, "-m", "collective.tools.bench.worker"]
             own = {"GLOO_SOCKET_IFNAME": device, "COLLECTIVE_INTERFACE": device}
-            own |= {"COLLECTIVE_ACROSS": detail} if detail else {}
+            own |= {"COLLECTIVE_ACROSS": detail} if library == "hierarchical" else {}
+            own |= _protection(folder) if self.name == _ENCRYPTED else {}
             own |= {"COLLECTIVE_BACKEND": "tcp"} if library == _PLUGIN else {}
             spread = [rank // each for rank in range(self.ranks)]
             arguments = [library, str(folder), address]
@@ -172,6 +188,8 @@ def _contestants(
     missing |= dict.fromkeys(absent, "this version does not have it")
     if options.plugin:
         able.append(Contestant(_PLUGIN, ranks))
+    if options.tls and len(hosts.hosts) > 1:
+        able.append(Contestant(_ENCRYPTED, ranks))
     return [
         _Spread(**vars(contestant), hosts=hosts, port=_PORT + number)
         for number, contestant in enumerate(able)
@@ -317,6 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--plugin", action="store_true", help="measure torch.distributed over our tcp, too"
     )
+    parser.add_argument("--tls", action="store_true", help="measure tcp with certificates, too")
     options = parser.parse_args(arguments)
     if any(ranks % hosts for ranks in options.ranks for hosts in options.namespaces):
         parser.error("each of --ranks has to be a multiple of each of --namespaces")
