@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from collective.contract.backend import COLLECTIVE_TAG
 
 if TYPE_CHECKING:
-    from collective.backends.matching import Posted, Prefix, StreamLock
+    from collective.backends.inbox import Posted, Prefix, StreamLock
 
 __all__ = ["CONTROL_TAG", "WINDOW_BYTES", "Flow", "has_window"]
 

@@ -19,14 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import numpy as np
 
 from collective.algorithms.messages import sendrecv
+from collective.backends.inbox import StreamLock
 from collective.backends.mail import PythonMail
-from collective.backends.matching import (
-    Engine,
-    StreamLock,
-    Waiter,
-    awaited,
-    describe,
-)
+from collective.backends.matching import Engine, Waiter, awaited, describe
 from collective.backends.onesided import OneSided, Region
 from collective.contract.backend import ANY_SOURCE, Capabilities
 from collective.contract.failure import Failure
@@ -111,7 +106,7 @@ class _Message:
 
 
 class _Box:
-    """Messages to and from one rank, as a :class:`~collective.backends.matching.Carrier`.
+    """Messages to and from one rank, as a :class:`~collective.backends.inbox.Carrier`.
 
     The receiver copies a long message directly from the sender's array.
     """

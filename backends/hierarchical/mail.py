@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from collective.backends.inbox import Posted
 from collective.backends.mail import BaseMail
-from collective.backends.matching import Posted, describe
+from collective.backends.matching import describe
 from collective.backends.peers.monitored import inside
 from collective.contract.backend import ANY_SOURCE, Turns
 from collective.contract.mail import CANCELLED, EXACTLY

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from collective.backends.inbox import StreamLock
 from collective.backends.mail import PythonMail
-from collective.backends.matching import Engine, StreamLock, Waiter, awaited, describe
+from collective.backends.matching import Engine, Waiter, awaited, describe
 from collective.contract.backend import ANY_SOURCE
 from collective.contract.failure import Failure
 from collective.contract.mail import EAGER_BYTES
@@ -46,7 +47,7 @@ class _Prefix(NamedTuple):
 
 
 class _Line:
-    """Messages to and from one rank, as a :class:`~collective.backends.matching.Carrier`."""
+    """Messages to and from one rank, as a :class:`~collective.backends.inbox.Carrier`."""
 
     def __init__(self, module: Any, comm: Any, channel: Channel, peer: int) -> None:
         self._module, self._comm, self._channel, self._peer = module, comm, channel, peer

@@ -13,17 +13,9 @@ from typing import NoReturn
 
 import numpy as np
 
+from collective.backends.inbox import Array, StreamLock
 from collective.backends.mail import PythonMail
-from collective.backends.matching import (
-    RECEIVING,
-    SENDING,
-    Array,
-    Engine,
-    StreamLock,
-    Waiter,
-    awaited,
-    describe,
-)
+from collective.backends.matching import RECEIVING, SENDING, Engine, Waiter, awaited, describe
 from collective.contract.backend import ANY_SOURCE
 from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
@@ -94,7 +86,7 @@ def mail_of(control: Control, engine: Engine) -> PythonMail:
 
 
 class RingPair:
-    """The rings to and from one rank, as a :class:`~collective.backends.matching.Carrier`.
+    """The rings to and from one rank, as a :class:`~collective.backends.inbox.Carrier`.
 
     Attributes:
         outgoing, incoming: the rings.

@@ -10,15 +10,9 @@ from typing import TYPE_CHECKING, Any
 from collective import native
 from collective.algorithms.agreement import compare_headers
 from collective.algorithms.messages import Messages
+from collective.backends.inbox import Array
 from collective.backends.mail import CompiledMail
-from collective.backends.matching import (
-    RECEIVING,
-    SENDING,
-    Array,
-    awaited,
-    describe,
-    exchange_in_c,
-)
+from collective.backends.matching import RECEIVING, SENDING, awaited, describe, exchange_in_c
 from collective.contract.backend import ANY_SOURCE, COLLECTIVE_TAG
 from collective.contract.failure import Failure
 from collective.deadline import Deadline

@@ -10,13 +10,12 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from collective.backends.inbox import Array, Posted
 from collective.backends.matching import (
     RECEIVING,
     SENDING,
-    Array,
     Engine,
     Exchange,
-    Posted,
     Waiter,
     awaited,
     describe,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, NoReturn
 
 from collective.backends.flow import Flow
-from collective.backends.matching import Array, StreamLock
+from collective.backends.inbox import Array, StreamLock
 from collective.control.link import Records
 
 __all__ = ["Prefix", "Stream", "stream_of"]
@@ -37,7 +37,7 @@ class Prefix(NamedTuple):
 
 
 class Stream:
-    """Connection to one peer, as a :class:`~collective.backends.matching.Carrier`.
+    """Connection to one peer, as a :class:`~collective.backends.inbox.Carrier`.
 
     Args:
         sock: connected socket, which does not block.

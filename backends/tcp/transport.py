@@ -33,7 +33,7 @@ from .stream import stream_of
 
 if TYPE_CHECKING:
     from collective.algorithms.schedules import Schedule
-    from collective.backends.matching import Array
+    from collective.backends.inbox import Array
     from collective.contract.world import World
     from collective.request import Request
 

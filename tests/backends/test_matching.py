@@ -8,14 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collective.backends.matching import (
-    RECEIVING,
-    SENDING,
-    Engine,
-    Posted,
-    StreamLock,
-    _Prefix,
-)
+from collective.backends.inbox import Posted, StreamLock
+from collective.backends.matching import RECEIVING, SENDING, Engine, _Prefix
 from collective.contract.backend import ANY_SOURCE
 from collective.contract.mail import EAGER_BYTES, FAILED
 from collective.native import NOBODY

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from collective.backends.matching import Posted
+from collective.backends.inbox import Posted
 from collective.communicator.mail import Mail
 from collective.native import NOBODY
 
