@@ -276,7 +276,7 @@ static int receive_matched(struct exchange *x)
     } else {
         if (!x->messages->carrier->read(x, e, to, nbytes, &x->done))
             return 0;
-        struct kept *left;
+        struct kept *left = NULL;
         if (!fits(x, to) && (left = kept_new(x->tag, 0, nbytes, NULL)) == NULL)
             x->damage = NO_MEMORY;
         else if (x->misfit) {

@@ -146,7 +146,7 @@ static void do_other_things(struct messages *m, struct posted *posted, int *coun
     } else {
         *p = (struct posted){.source = -2, .to = 1, .tag = 1, .nbytes = draw(state) % LONGEST};
         ++*count;
-        post_send(m, p, src, p->nbytes, NULL, 0);
+        post_send(m, p, src, p->nbytes);
     }
     messages_progress(m);
 }

@@ -36,9 +36,10 @@ DIGEST, LOCATION, LAST_CALL, DESCRIBED, POSTED, FOLDED, READ = 1, 8, 34, 39, 40,
         ("shared", "2 3 5", "1024 4096"),
         ("messages", "2 3", "0 4096"),
         ("claims", "2 3", "1024 4096"),
+        ("frames", "2 3", "0"),
         ("xla", "2 3", "64 4096"),
     ],
-    ids=["shared", "messages", "claims", "xla"],
+    ids=["shared", "messages", "claims", "frames", "xla"],
 )
 def test_sanitizers_report_no_error(program: str, ranks: str, areas: str, sanitizer: str) -> None:
     # The same as `make sanitize`, but shorter.
