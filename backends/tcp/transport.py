@@ -184,8 +184,8 @@ class TcpBackend(Paired):
         self, src: Array | None, to: int, dst: Array | None, source: int, mark: int,
         deadline: Deadline,
     ) -> int:  # fmt: skip
-        """Exchange messages of the gathering phase; see :class:`schedules.Marked`."""
-        assert isinstance(self._messages, StreamMessages)  # the core has a gathering phase in C
+        """Exchange messages of the comparison; see :class:`schedules.Marked`."""
+        assert isinstance(self._messages, StreamMessages)  # the core compares in C
         nothing = np.empty(0, np.uint8)
         sent, received = (nothing if each is None else each for each in (src, dst))
         exchange = self._messages(
@@ -201,7 +201,7 @@ class TcpBackend(Paired):
     def plan_on(self, request: Request, nested: Nested | None) -> Plan:
         """Return a plan as :meth:`plan`; if ``nested`` is not None, long calls use two levels."""
         if request.is_step or request.dtype is None or request.shape is None:
-            return _Recorded(self, request, nested)
+            return _Scheduled(self, request, nested)
         hosts = None if nested is None else nested.hosts
         schedule = schedules.record(request, self.rank, self.size, hosts=hosts)
         return self.replay(schedule, nested)
@@ -211,7 +211,7 @@ class TcpBackend(Paired):
 
     def replay(self, schedule: Schedule, nested: Nested | None = None) -> Plan:
         """Return the plan that replays ``schedule``: in C, if C can fold, and has both levels."""
-        gather = None
+        compare = None
         inside = None if nested is None else nested.inside
         if self.exchange is not None:
             in_c = None
@@ -220,18 +220,18 @@ class TcpBackend(Paired):
                 in_c = native.replay(self.exchange, schedule, exchange)
             if in_c is not None:
                 return arithmetic.around(in_c, schedule.scale, schedule.finish)
-            gathering = native.replay(self.exchange, schedule.gathering)
-            assert gathering is not None  # it folds nothing
-            gather = gathering.plain
-        return functools.partial(self._run, schedule, gather, inside)
+            comparison = native.replay(self.exchange, schedule.comparison)
+            assert comparison is not None  # it folds nothing
+            compare = comparison.plain
+        return functools.partial(self._run, schedule, compare, inside)
 
     def _run(
-        self, schedule: Schedule, gather: Any, inside: Backend | None, src: Buffer | None,
+        self, schedule: Schedule, compare: Any, inside: Backend | None, src: Buffer | None,
         dst: Buffer | None, deadline: Deadline,
     ) -> None:  # fmt: skip
         self.refuse_broken(schedule.request)
         self.running = schedule.request
-        schedule.run(self, src, dst, deadline, gather, inside)
+        schedule.run(self, src, dst, deadline, compare, inside)
 
 
 class Nested(NamedTuple):
@@ -246,7 +246,7 @@ class Nested(NamedTuple):
     inside: Backend
 
 
-class _Recorded:
+class _Scheduled:
     """Plan of a request whose arrays are known only when the call is made."""
 
     def __init__(self, backend: TcpBackend, request: Request, nested: Nested | None) -> None:

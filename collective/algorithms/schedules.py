@@ -5,11 +5,10 @@ addresses relative to the call's arrays. :func:`record` makes it from a request.
 core is in C replays it there; :meth:`Schedule.run` replays it in Python. Both send the same
 messages, so ranks of both kinds can make a call together.
 
-Every call begins with the *gathering phase*. Each message of that phase carries the mark of the
-sender's call, so the phase also compares the calls. The pattern of its messages depends only on
-the number of ranks. So ranks in different calls meet, and all of them notice. The messages also
-carry a piece of each rank, which may be empty. For a short call the pieces are the inputs, and the
-rest of the call needs no message.
+Every call begins with the *comparison*. Each of its messages carries the mark of the sender's call.
+The pattern of the messages depends only on the number of ranks. So ranks in different calls meet,
+and all of them notice. The messages also carry a piece of each rank, which may be empty. For a
+short call the pieces are the inputs, and the rest of the call needs no message.
 """
 
 from __future__ import annotations
@@ -132,11 +131,11 @@ class Schedule:
         rank, size: this rank, and the number of ranks.
         nsrc, ndst: lengths in bytes of the input and the output. They are 0 if the rank has none,
             or does not use it.
-        pieces: lengths in bytes of the ranks' pieces in the gathering phase, by rank.
+        pieces: lengths in bytes of the ranks' pieces in the comparison, by rank.
         start: offset in bytes of this rank's own piece in the input.
         scratch: length in bytes of the scratch memory. Its beginning receives the pieces, in the
             order of the ranks rank, rank + 1, …, wrapping around to rank - 1.
-        steps: what the rank does after the gathering phase.
+        steps: what the rank does after the comparison.
         dtype: element type of the arrays; None in a barrier.
         fold: name of the operator of the folds, as the native core names it; None if the call has
             no fold, or if a user's function folds.
@@ -161,12 +160,12 @@ class Schedule:
 
     @property
     def mark(self) -> int:
-        """Mark of the call's messages in the gathering phase; 0 would say that calls differ."""
+        """Mark of the call's messages in the comparison; 0 would say that calls differ."""
         return self.request.digest or 1
 
     @property
-    def gathering(self) -> Schedule:
-        """The gathering phase alone, which leaves the ranks' pieces in its output."""
+    def comparison(self) -> Schedule:
+        """The comparison alone, which leaves the ranks' pieces in its output."""
         total = sum(self.pieces)
         step = Step(COPY, left=SCRATCH << _BASE_BITS, out=DST << _BASE_BITS, nleft=total)
         return replace(
@@ -185,15 +184,15 @@ class Schedule:
 
     def run(
         self, transport: Marked, src: Buffer | None, dst: Buffer | None, deadline: Deadline,
-        gather: Callable[[Array, Array, Deadline], object] | None = None,
+        compare: Callable[[Array, Array, Deadline], object] | None = None,
         inside: PointToPoint | None = None,
     ) -> None:  # fmt: skip
         """Make the call.
 
         Args:
             transport: the messages of this rank.
-            gather: function that makes the gathering phase, given the bytes of the input and memory
-                for the pieces; by default the phase is made here.
+            compare: function that makes the comparison, given the bytes of the input and memory for
+                the pieces; by default it is made here.
             inside: messages between the ranks of this host, for a call on two levels.
             src, dst: the input and the output, or None, as the contract has them for the operation.
             deadline: for the call.
@@ -202,24 +201,24 @@ class Schedule:
             Disagreement: the ranks make different calls; raised on every rank, with all headers.
                 The output is unchanged.
         """
-        make = partial(self._make, transport, gather, inside)
+        make = partial(self._make, transport, compare, inside)
         arithmetic.around(make, self.scale, self.finish)(src, dst, deadline)
 
     def _make(
-        self, transport: Marked, gather: Callable[[Array, Array, Deadline], object] | None,
+        self, transport: Marked, compare: Callable[[Array, Array, Deadline], object] | None,
         inside: PointToPoint | None, src: Buffer | None, dst: Buffer | None, deadline: Deadline,
     ) -> None:  # fmt: skip
         scratch = np.empty(self.scratch, np.uint8)
         memory = [scratch[:0] if each is None else each.array.view(np.uint8) for each in (src, dst)]
         memory.append(scratch)
-        if gather is None:
-            self._gather(transport, memory, deadline)
+        if compare is None:
+            self._compare(transport, memory, deadline)
         else:
-            gather(memory[SRC][: self.nsrc], scratch[: sum(self.pieces)], deadline)
+            compare(memory[SRC][: self.nsrc], scratch[: sum(self.pieces)], deadline)
         with np.errstate(all="ignore"):
             self._replay(transport, inside, memory, deadline)
 
-    def _gather(self, transport: Marked, memory: Sequence[Array], deadline: Deadline) -> None:
+    def _compare(self, transport: Marked, memory: Sequence[Array], deadline: Deadline) -> None:
         """Compare the ranks' calls, and gather their pieces in scratch memory.
 
         The rounds are those of Bruck's all-gather: see ``moves.all_gather``.

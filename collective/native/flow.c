@@ -8,7 +8,7 @@
    receives makes two ranks wait for each other.
 
    Messages of collective calls are never announced. A rank is ahead of its peer by one call at most,
-   since the gathering phase of the next call needs the peer.
+   since the comparison of the next call needs the peer.
 
    A control frame is a prefix with CONTROL_TAG. Whoever owns an end sends the frames that are due before
    its message and after it. A rank that waits for a grant, or whose message the socket does not take,

@@ -20,7 +20,7 @@
 /* Sentinel below every valid tag; begin() in messages_type.c accepts no tag as low. A receiver that
    asks for this tag finds no message, and so takes all messages off the ring and keeps them. */
 #define NO_TAG INT64_MIN
-/* The longest piece in the gathering phase of a call; see collective/algorithms/schedules.py. */
+/* The longest piece in the comparison of a call; see collective/algorithms/schedules.py. */
 #define MARKED_BYTES ((size_t)1 << 20)
 const char NO_MEMORY[] = "no memory", STREAM_ENDED[] = "the connection has ended";
 

@@ -1,6 +1,6 @@
 /* Replays: collective calls over messages, as collective/algorithms/schedules.py has recorded them.
 
-   A call begins with the gathering phase, which is the same for all calls: rounds of Bruck's
+   A call begins with the comparison, which is the same for all calls: rounds of Bruck's
    all-gather, "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems"
    (1997). Each rank gathers a piece of every rank, and each message is marked with the digest of the
    sender's call, or with 0 if the sender already knows that calls differ. A rank drops a piece whose
@@ -103,9 +103,9 @@ static int finish(Call *call)
     return call_finish(call);
 }
 
-/* Gathers the ranks' pieces in scratch memory; returns -1 with an exception, or whether all ranks make
-   the same call. */
-static int gather(const Replay *self, Call *call, const char *src, char *scratch)
+/* Compares the ranks' calls, and gathers their pieces in scratch memory; returns -1 with an exception, or
+   whether all ranks make the same call. */
+static int compare_calls(const Replay *self, Call *call, const char *src, char *scratch)
 {
     struct messages *m = &self->over->messages;
     int same = 1;
@@ -182,7 +182,7 @@ static int raise_difference(const Replay *self, const Call *call)
 static int run_all(const Replay *self, Call *call, char *const *base)
 {
     call->unlocked = PyEval_SaveThread();
-    int state = gather(self, call, base[SRC], base[SCRATCH]);
+    int state = compare_calls(self, call, base[SRC], base[SCRATCH]);
     for (Py_ssize_t i = 0; state == 1 && i < self->count; i++)
         if (run_step(self, call, &self->steps[i], base) < 0)
             state = -1;

@@ -476,7 +476,7 @@ def test_different_calls_give_every_rank_all_headers_and_change_nothing(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_short_calls_are_over_after_gathering_phase(size: int) -> None:
+def test_short_calls_are_over_after_the_comparison(size: int) -> None:
     rounds = (size - 1).bit_length()
 
     def body(backend: Backend) -> tuple[int, int]:

@@ -34,10 +34,11 @@ _OPEN = {
     *(f"collective.adapters.{name}" for name in ("chainer", "jax", "torch")),
 }
 _LAUNCH = "collective/launch"
-#: Numbers that the drawing of this house aims at, with what the transport between hosts was given:
-#: 1,500 lines of Python and 900 of C. The budget has the bounds that hold.
+#: Numbers that the drawing of this house aims at, with what came after it: 1,500 lines of Python and
+#: 900 of C for the transport between hosts, 2,800 and 300 for mpi4py's module. The budget has the
+#: bounds that hold.
 _AIMS = {
-    "lines of C": 8500,
+    "lines of C": 8800,
     "lines of the longest file of C": 500,
     "names of the inner API": 60,
     "imports of inner modules": 100,
@@ -171,7 +172,7 @@ def _rows() -> Iterator[tuple[str, str, str]]:
     benchmarks = lines.pop("benchmarks")
     yield "imports between rooms that run up", str(len([*_arrows_up()])), "0"
     yield "circles between rooms", str(_circles()), "0"
-    yield "lines of Python", f"{sum(lines.values()):,}", "90,000"
+    yield "lines of Python", f"{sum(lines.values()):,}", "92,800"
     yield "lines of Python in benchmarks", f"{benchmarks:,}", "3,000"
     yield "modules of launch with an event loop", str(_modules_with("PollSelector", _LAUNCH)), "1"
     yield "modules of launch that frame messages", str(_modules_with("struct.Struct", _LAUNCH)), "1"
