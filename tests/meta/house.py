@@ -34,9 +34,9 @@ _OPEN = {
     *(f"collective.adapters.{name}" for name in ("chainer", "jax", "torch")),
 }
 _LAUNCH = "collective/launch"
-#: Numbers that the drawing of this house aims at, with what came after it: 1,500 lines of Python and
-#: 900 of C for the transport between hosts, 2,800 and 300 for mpi4py's module. The budget has the
-#: bounds that hold.
+#: Numbers that the drawing of this house aims at, with what came after it. The transport between
+#: hosts was given 1,500 lines of Python and 900 of C, mpi4py's module 2,800 and 300. The budget has
+#: the bounds that hold.
 _AIMS = {
     "lines of C": 8800,
     "lines of the longest file of C": 500,
