@@ -27,7 +27,7 @@ from collective.start.rendezvous import from_environment
 from collective.start.torch_store import TorchStore
 
 if TYPE_CHECKING:
-    from .process_group import ProcessGroup
+    from .process_group import GroupCalls
 
 __all__ = ["TorchStore", "create", "launched_rank", "rendezvous"]
 
@@ -35,13 +35,16 @@ __all__ = ["TorchStore", "create", "launched_rank", "rendezvous"]
 _meetings = itertools.count()
 
 
-def create(given: Any, more: Any = None) -> ProcessGroup:
-    """Make a process group; torch calls this function on every member of the group.
+def create(given: Any, more: Any = None) -> GroupCalls:
+    """Make a backend, or a process group where torch takes no backend written in Python.
+
+    torch calls this function on every member of the group.
 
     Args:
         given: torch's ``_DistributedBackendOptions``: store, rank, size, timeout, members.
         more: torch's ``pg_options``; they are ignored, because this backend has no options.
     """
+    from .backend import Backend, way
     from .process_group import ProcessGroup
 
     found = settings({})
@@ -65,7 +68,7 @@ def create(given: Any, more: Any = None) -> ProcessGroup:
         start_timeout=seconds,
         timeout=None if is_configured else seconds,
     )
-    return ProcessGroup(comm, given.store)
+    return Backend(comm) if way() == "Backend" else ProcessGroup(comm, given.store)
 
 
 def _where(store: Any) -> str:
@@ -117,10 +120,12 @@ def _subgroup(members: list[int], config: Config, chosen: choice.Choice) -> Comm
 
     A subset of an MPI world cannot.
     """
-    world = _world_group() if members and chosen.over_mpi else None
+    group = importlib.import_module("torch.distributed").group.WORLD
+    # torch's group of all ranks may be of another backend.
+    world = getattr(group, "comm", None) if members and chosen.over_mpi else None
     if world is None:
         return None
-    subgroup: Communicator = world.comm.group(members)
+    subgroup: Communicator = world.group(members)
     subgroup.timeout = config.timeout
     return subgroup
 
@@ -130,11 +135,3 @@ def _trace_steps() -> None:
     """Record optimizers' steps in the trace, because torch's own wrappers do not report them."""
     optimizers = importlib.import_module("torch.optim.optimizer")
     optimizers.register_optimizer_step_post_hook(lambda *_: trace.step("optimizer"))
-
-
-def _world_group() -> ProcessGroup | None:
-    """Return torch's group of all ranks, if it is a group of this backend."""
-    from .process_group import ProcessGroup
-
-    group = importlib.import_module("torch.distributed").group.WORLD
-    return group if isinstance(group, ProcessGroup) else None
