@@ -96,10 +96,10 @@ class Backend(GroupCalls, _c10d.Backend):  # type: ignore[misc]
         """
         before, comm = self.comm, self.comm.shrink(exclude=list(exclude))
         if comm.size != before.size - len(exclude):
-            size = comm.size
+            left = "1 rank is" if comm.size == 1 else f"{comm.size} ranks are"
             comm.close()
             raise PeerLostError(
-                f"shrink_group: {size} ranks are left without ranks {sorted(exclude)} (expected "
+                f"shrink_group: {left} left without ranks {sorted(exclude)} (expected "
                 f"{before.size - len(exclude)}): others are lost, too [rank {before.rank} of "
                 f"{before.size}]. Make a new group with dist.init_process_group()."
             )

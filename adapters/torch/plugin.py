@@ -17,6 +17,7 @@ import functools
 import importlib
 import itertools
 import os
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ __all__ = ["TorchStore", "create", "launched_rank", "rendezvous"]
 
 # Numbers of this process's meetings. A program that destroys its groups may meet again.
 _meetings = itertools.count()
+# Backend of each group. With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch keeps only the C++ part alive.
+_backends: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def create(given: Any, more: Any = None) -> GroupCalls:
@@ -68,7 +71,10 @@ def create(given: Any, more: Any = None) -> GroupCalls:
         start_timeout=seconds,
         timeout=None if is_configured else seconds,
     )
-    return Backend(comm) if way() == "Backend" else ProcessGroup(comm, given.store)
+    if way() == "ProcessGroup":
+        return ProcessGroup(comm, given.store)
+    backend = _backends[given.process_group] = Backend(comm)
+    return backend
 
 
 def _where(store: Any) -> str:

@@ -66,6 +66,7 @@ class GroupCalls:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
+        self._collectives = 0
         self._queue = Queue(f"collective-torch-{comm.rank}", comm.timeout, comm.inner.fail)
         self._messages = GroupMessages(comm)
         self._staging = Staging(comm)
@@ -98,6 +99,7 @@ class GroupCalls:
             now: if true, the call has completed on return.
         """
         comm, seconds = self.comm, seconds_of(opts)
+        self._collectives += 1
 
         def run() -> None:
             function(comm, *args, seconds)
@@ -325,6 +327,9 @@ class GroupCalls:
 
     def name(self) -> str:
         return "collective"
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._collectives
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.comm.timeout = timeout.total_seconds()
