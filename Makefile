@@ -54,9 +54,8 @@ check: lint test
 # `make test-in ENV=ray RAY_TESTS=DIR` also runs Ray's own tests, which are in
 # python/ray/util/collective/tests of a checkout of Ray.
 ENV ?= jax
-TESTS_torch-new = $(wildcard tests/adapters/torch/test_plugin*.py)
 test-in: .$(ENV)/.done
-	.$(ENV)/bin/python -m pytest $(or $(TESTS_$(ENV)),tests/$(ENV:%-new=%))
+	.$(ENV)/bin/python -m pytest tests/$(if $(ENV:torch%=),$(ENV:%-new=%),adapters/torch/test_plugin*.py)
 
 # Use the Python environment of the machine with the GPU: .venv has no PyTorch for GPUs.
 GPU_PYTHON ?= $(or $(VIRTUAL_ENV:%=%/bin/python),$(shell command -v python3 || echo python3))
