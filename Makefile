@@ -55,7 +55,7 @@ check: lint test
 # python/ray/util/collective/tests of a checkout of Ray.
 ENV ?= jax
 test-in: .$(ENV)/.done
-	.$(ENV)/bin/python -m pytest tests/$(ENV:%-new=%)
+	.$(ENV)/bin/python -m pytest tests/$(if $(ENV:torch%=),$(ENV:%-new=%),adapters/torch/test_plugin*.py)
 
 # Use the Python environment of the machine with the GPU: .venv has no PyTorch for GPUs.
 GPU_PYTHON ?= $(or $(VIRTUAL_ENV:%=%/bin/python),$(shell command -v python3 || echo python3))

@@ -114,7 +114,7 @@ def _run_here(backend: str, pattern: str, out: Path) -> None:
     name = backend
     if backend == "collective":
         # Import these before the fork. Otherwise each rank of each test would import them.
-        for module in ("autoload", "plugin", "process_group"):
+        for module in ("autoload", "plugin", "backend"):
             importlib.import_module(f"collective.adapters.torch.{module}")
         cases = importlib.import_module("torch.testing._internal.common_distributed").DistTestCases
         cases.backend_feature["plugin"].add(backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ __all__ = [
     "as_cpp_work",
     "called_by_torch",
     "in_backward",
+    "reach_held_works",
 ]
 
 # Untyped, because the type annotations of this class differ between versions of torch.
@@ -37,6 +39,8 @@ in_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lam
 # broadcast of DDP. Once the Python part is gone, C++ waits without end (pytorch pull request
 # 146376).
 LOSES_WORKS: bool = torch.__version__ < (2, 7)  # type: ignore[operator]  # it compares with tuples
+# Work of this thread that get_future() has found behind a C++ work; see reach_held_works().
+_asked = threading.local()
 
 
 class FutureCall(Work[Any]):
@@ -159,6 +163,9 @@ class GroupWork(_Base):  # type: ignore[misc]
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future whose value is the list of tensors that the call writes to."""
+        if hasattr(_asked, "found"):
+            _asked.found = self
+            return _no_future()
         devices: list[Any] = sorted({t.device for t in self._tensors if t.is_cuda}, key=str)
         if isinstance(self._work, FutureCall):
             future = self._work.future(devices)
@@ -288,6 +295,51 @@ class Queue:
         """Wait for running calls, and end the thread."""
         if not getattr(self._inside, "thread", False):
             self._lane.close(Deadline(self._timeout))
+
+
+@functools.cache
+def reach_held_works() -> None:
+    """Make works answer that C++ holds for a backend written in Python.
+
+    torch wraps such a work in a C++ object that passes only ``wait`` and ``get_future`` on: it
+    never says that it has completed, and has no result, error or source. Its future has an error
+    as its value.
+    """
+    future_of, names = _Base.get_future, "is_completed is_success exception result get_future"
+    for name in f"{names} source_rank _source_rank".split():
+        setattr(_Base, name, _reaching(name, getattr(_Base, name), future_of))
+
+
+def _reaching(
+    name: str, by_torch: Callable[[Any], Any], future_of: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    @functools.wraps(by_torch)
+    def method(work: Any) -> Any:
+        held = _held(work, future_of) if type(work) is _Base else None
+        return by_torch(work) if held is None else getattr(held, name)()
+
+    return method
+
+
+def _held(work: Any, future_of: Callable[[Any], Any]) -> GroupWork | None:
+    """Return the work that a C++ work holds; None if the C++ work is of another backend."""
+    _asked.found = None
+    try:
+        future_of(work)
+    except RuntimeError:  # a work of C++ that has no future
+        return None
+    else:
+        found: GroupWork | None = _asked.found
+        return found
+    finally:
+        del _asked.found
+
+
+@functools.cache
+def _no_future() -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(None)
+    return future
 
 
 def called_by_torch() -> bool:

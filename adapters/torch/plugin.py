@@ -17,6 +17,7 @@ import functools
 import importlib
 import itertools
 import os
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -27,21 +28,26 @@ from collective.start.rendezvous import from_environment
 from collective.start.torch_store import TorchStore
 
 if TYPE_CHECKING:
-    from .process_group import ProcessGroup
+    from .process_group import GroupCalls
 
 __all__ = ["TorchStore", "create", "launched_rank", "rendezvous"]
 
 # Numbers of this process's meetings. A program that destroys its groups may meet again.
 _meetings = itertools.count()
+# Backend of each group. With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch keeps only the C++ part alive.
+_backends: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def create(given: Any, more: Any = None) -> ProcessGroup:
-    """Make a process group; torch calls this function on every member of the group.
+def create(given: Any, more: Any = None) -> GroupCalls:
+    """Make a backend, or a process group where torch takes no backend written in Python.
+
+    torch calls this function on every member of the group.
 
     Args:
         given: torch's ``_DistributedBackendOptions``: store, rank, size, timeout, members.
         more: torch's ``pg_options``; they are ignored, because this backend has no options.
     """
+    from .backend import Backend, way
     from .process_group import ProcessGroup
 
     found = settings({})
@@ -65,7 +71,10 @@ def create(given: Any, more: Any = None) -> ProcessGroup:
         start_timeout=seconds,
         timeout=None if is_configured else seconds,
     )
-    return ProcessGroup(comm, given.store)
+    if way() == "ProcessGroup":
+        return ProcessGroup(comm, given.store)
+    backend = _backends[given.process_group] = Backend(comm)
+    return backend
 
 
 def _where(store: Any) -> str:
@@ -117,10 +126,12 @@ def _subgroup(members: list[int], config: Config, chosen: choice.Choice) -> Comm
 
     A subset of an MPI world cannot.
     """
-    world = _world_group() if members and chosen.over_mpi else None
+    group = importlib.import_module("torch.distributed").group.WORLD
+    # torch's group of all ranks may be of another backend.
+    world = getattr(group, "comm", None) if members and chosen.over_mpi else None
     if world is None:
         return None
-    subgroup: Communicator = world.comm.group(members)
+    subgroup: Communicator = world.group(members)
     subgroup.timeout = config.timeout
     return subgroup
 
@@ -130,11 +141,3 @@ def _trace_steps() -> None:
     """Record optimizers' steps in the trace, because torch's own wrappers do not report them."""
     optimizers = importlib.import_module("torch.optim.optimizer")
     optimizers.register_optimizer_step_post_hook(lambda *_: trace.step("optimizer"))
-
-
-def _world_group() -> ProcessGroup | None:
-    """Return torch's group of all ranks, if it is a group of this backend."""
-    from .process_group import ProcessGroup
-
-    group = importlib.import_module("torch.distributed").group.WORLD
-    return group if isinstance(group, ProcessGroup) else None

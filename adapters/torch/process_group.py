@@ -1,11 +1,14 @@
-"""Process group of torch.distributed over a communicator.
+"""Calls of torch.distributed over a communicator, and a process group that has them.
 
 torch's own interface, from ``dist.all_reduce`` to DDP's reducer in C++, calls the methods of
-:class:`ProcessGroup`. The calls themselves are in :mod:`collective.adapters.torch.group_calls`.
+:class:`GroupCalls`. From torch 2.14 on these are the methods of a
+:class:`~collective.adapters.torch.backend.Backend`, before of a :class:`ProcessGroup`. The calls
+themselves are in :mod:`collective.adapters.torch.group_calls`.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -28,11 +31,10 @@ from .futures import (
     in_backward,
 )
 from .group_messages import GroupMessages
-from .refusing import register
 from .staged import Staging
 from .untraced import untraced
 
-__all__ = ["ProcessGroup"]
+__all__ = ["GroupCalls", "ProcessGroup"]
 
 Tensor = torch.Tensor
 # Untyped, because the type annotations of this class differ between versions of torch, and some
@@ -43,35 +45,32 @@ _SHUTS_DOWN = hasattr(_Base, "shutdown")
 
 
 @untraced
-class ProcessGroup(_Base):  # type: ignore[misc]
-    """Process group of torch.distributed whose ranks are those of a communicator.
+class GroupCalls:
+    """Calls of torch.distributed among the ranks of a communicator.
 
     Synchronous calls run at once, asynchronous calls run in a thread, all in the order in which the
     program makes them. Messages have separate queues for each direction, peer and tag.
 
     Args:
-        comm: communicator, which the group closes when it is destroyed.
-        store: torch's store for the group.
+        comm: communicator, which :meth:`shutdown` closes.
 
     Attributes:
         comm: the communicator, for calls that torch.distributed does not have.
     """
 
+    comm: Communicator = None  # type: ignore[assignment]  # before a property of torch's class
     # Capabilities that torch reads from its transports.
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
 
-    def __init__(self, comm: Communicator, store: Any = None) -> None:
-        super().__init__(comm.rank, comm.size)  # the overload with a store forbids subclasses
+    def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self._names = {"name": "", "description": "undefined"}
-        self._store = store
+        self._collectives = 0
         self._queue = Queue(f"collective-torch-{comm.rank}", comm.timeout, comm.inner.fail)
         self._messages = GroupMessages(comm)
         self._staging = Staging(comm)
         self._together: list[GroupWork] | None = None
-        self._refusing = register(self, comm.rank, comm.size)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.comm!r}>"
@@ -100,6 +99,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             now: if true, the call has completed on return.
         """
         comm, seconds = self.comm, seconds_of(opts)
+        self._collectives += 1
 
         def run() -> None:
             function(comm, *args, seconds)
@@ -284,18 +284,18 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
         return self._start("barrier", run, tensors=(), opts=options_of(opts, timeout))
 
-    def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; the attributes of the error list all missing ranks.
 
         Args:
-            timeout: time to wait; by default the group's timeout.
+            timeout: time to wait, or options that have it; by default the group's timeout.
             wait_all_ranks: if true, the error's text begins with all missing ranks; if false, with
                 the first of them.
         """
         # torch allows a timeout of 0: every rank that is not here yet is too late.
-        seconds = None if timeout is None else max(timeout.total_seconds(), _AT_ONCE_S)
+        timeout = getattr(timeout, "timeout", timeout)
+        unset = timeout is None or timeout < timedelta(0)
+        seconds = None if unset else max(timeout.total_seconds(), _AT_ONCE_S)
         run = group_calls.monitored_barrier
         self._queue.run("barrier", lambda: run(self.comm, wait_all_ranks, seconds))
 
@@ -313,10 +313,61 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         (tensor,) = listed(tensors)
         return self._noted(self._messages.recv_any(tensor, tag))
 
-    # -- properties that torch reads ------------------------------------------------------------
+    def start_coalescing(self) -> None:
+        self._together = []
+
+    def end_coalescing(self) -> GroupWork:
+        answers, self._together = self._together or [], None
+        return JoinedCalls(answers)
+
+    # -- the group ------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return "collective"
+
+    def name(self) -> str:
+        return "collective"
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._collectives
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.comm.timeout = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Wait for this rank's own calls, and close the communicator."""
+        self._queue.close()
+        self._messages.close()
+        self._staging.drop()
+        self.comm.close()
+
+    def abort(self) -> None:
+        """Abort the group on every rank, at once."""
+        self.comm.abort("the process group was aborted")
+
+    def refuse_merge(self, *args: Any, **named: Any) -> Any:
+        """Refuse to make a group of this one and others."""
+        raise UnsupportedError(
+            f"merge_remote_group: a group over {self.comm.backend!r} cannot get more ranks [rank "
+            f"{self.comm.rank} of {self.comm.size}]. Destroy the group and make a larger one."
+        )
+
+
+@untraced
+class ProcessGroup(GroupCalls, _Base):  # type: ignore[misc]
+    """Process group for a torch that takes no backend written in Python.
+
+    Args:
+        comm: communicator, which the group closes when it is destroyed.
+        store: torch's store for the group.
+    """
+
+    def __init__(self, comm: Communicator, store: Any = None) -> None:
+        _Base.__init__(self, comm.rank, comm.size)  # the overload with a store forbids subclasses
+        super().__init__(comm)
+        self._names = {"name": "", "description": "undefined"}
+        self._store = store
+        self._refusing = _register_refusing(self)
 
     def getGroupName(self) -> str:
         return self._names["name"]
@@ -336,9 +387,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     _set_group_name = setGroupName
     _set_group_desc = setGroupDesc
 
-    def name(self) -> str:
-        return "collective"
-
     @property
     def _device_types(self) -> list[torch.device]:
         kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -354,14 +402,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self._store
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._together = []
+        self.start_coalescing()
 
     def _end_coalescing(self, device: torch.device) -> GroupWork:
-        answers, self._together = self._together or [], None
-        return JoinedCalls(answers)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.comm.timeout = timeout.total_seconds()
+        return self.end_coalescing()
 
     def split_group(
         self, ranks: Sequence[int], timeout: timedelta | None = None, *args: Any, **named: Any
@@ -376,24 +420,32 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             group._set_group_name(named["group_name"])
         return group
 
-    def merge_remote_group(self, *args: Any, **named: Any) -> ProcessGroup:
-        raise UnsupportedError(
-            f"merge_remote_group: a group over {self.comm.backend!r} cannot get more ranks [rank "
-            f"{self.comm.rank} of {self.comm.size}]. Destroy the group and make a larger one."
-        )
+    merge_remote_group = GroupCalls.refuse_merge
 
-    # -- end of the group -------------------------------------------------------------------
 
-    def shutdown(self) -> None:
-        """Wait for this rank's own calls, and close the communicator."""
-        self._queue.close()
-        self._messages.close()
-        self._staging.drop()
-        self.comm.close()
+def _register_refusing(group: ProcessGroup) -> Any:
+    """Register a backend beneath a group that refuses each collective which bypasses the group.
 
-    def abort(self) -> None:
-        """Abort the group on every rank, at once."""
-        self.comm.abort("the process group was aborted")
+    For a group of torch's own, C++ keeps a backend for each kind of device. ``batch_p2p_ops`` of
+    the functional collectives asks for it, to learn whether it coalesces messages. The backend must
+    not work: a collective within it would return wrong numbers without an error.
+
+    Returns:
+        The backend, which the group has to keep. None if this torch has no suitable backend: none
+        is needed before torch 2.6.
+    """
+    c10d: Any = importlib.import_module("torch._C._distributed_c10d")
+    options: Any = getattr(getattr(c10d, "FakeProcessGroup", None), "Options", None)
+    if not hasattr(options, "error_on_collective"):
+        return None
+    settings = options()
+    settings.error_on_collective = True
+    comm, kind = group.comm, dist.ProcessGroup.BackendType.CUSTOM
+    backend = c10d.FakeProcessGroup._create_internal(comm.rank, comm.size, settings)
+    for device in group._device_types:
+        group._register_backend(device, kind, backend)
+    group._set_default_backend(kind)
+    return backend
 
 
 # -- arguments ----------------------------------------------------------------------------------

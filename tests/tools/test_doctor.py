@@ -431,6 +431,13 @@ def test_import_of_chainer_works_through_its_adapter() -> None:
     assert answer.facts["through"] == "collective.adapters.chainer"
 
 
+def test_import_of_torch_names_the_class_that_makes_groups() -> None:
+    torch = pytest.importorskip("torch")
+    answer = doctor_probe.ask(["import torch"], DEADLINE_S)["import torch"]
+    kind = "ProcessGroup" if torch.__version__ < (2, 14) else "Backend"
+    assert answer.facts["through"] == f"torch.distributed.{kind}", answer
+
+
 def test_versions_name_the_adapter_of_a_package() -> None:
     package = {"version": "7.8.1", "error": "", "late": False, "through": "an adapter"}
     about = {"python": "3.11", "executable": "/python", "numpy": "2.4"}

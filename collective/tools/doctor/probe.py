@@ -233,6 +233,9 @@ def _import(name: str) -> dict[str, Any]:
     facts = {"version": str(getattr(module, "__version__", "")), "through": through}
     if name == "torch":
         facts["cuda"] = module.version.cuda or ""
+        if module.distributed.is_available():
+            plugin = importlib.import_module("collective.adapters.torch.backend")
+            facts["through"] = f"torch.distributed.{plugin.way()}"
     return facts
 
 

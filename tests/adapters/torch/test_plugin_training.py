@@ -255,14 +255,15 @@ def test_compiled_ddp_gradients_equal_eager(rank: int, size: int) -> None:
         agree(other, same[0])
 
 
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @in_groups(("shm", 2))
-def test_compiled_functional_all_reduce_is_right(rank: int, size: int) -> None:
+def test_compiled_functional_all_reduce_is_right(rank: int, size: int, compiler: str) -> None:
     import torch.distributed._functional_collectives as functional
 
     def doubled(x: Any) -> Any:
         return functional.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
 
-    result = torch.compile(doubled, backend="eager")(torch.full((3,), 1.0 * rank))
+    result = torch.compile(doubled, backend=compiler)(torch.full((3,), 1.0 * rank))
     assert torch.equal(result, torch.full((3,), size * (size - 1) + 1.0))
 
 
