@@ -217,6 +217,7 @@ class RankPool:
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InvalidArgumentError(f"RankPool: size {size!r}; pass a positive integer.")
+        session.shorten_tracebacks()
         self.size = size
         self.backend = backend
         self.timeout = timeout

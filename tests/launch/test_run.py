@@ -78,6 +78,16 @@ def test_run_passes_standard_input_to_rank_0(launches: Launches) -> None:
 
 
 @pytest.mark.parametrize(
+    "program",
+    [["-n", "2", "-c"], ["--nproc-per-node", "2", "python", "-c"]],
+    ids=["text", "as after mpiexec"],
+)
+def test_run_starts_a_text(launches: Launches, program: list[str]) -> None:
+    done = launches.run(*program, "import os; print(os.environ['COLLECTIVE_SIZE'])")
+    assert sorted(done.stdout.splitlines()) == ["[0] 2", "[1] 2"], done.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["-n", "2", "absent.py"], "script 'absent.py': no such file"),
