@@ -233,6 +233,10 @@ class RankPool:
         self._directory: str | None = None
         self._shared: Opening | None = None
 
+    def __repr__(self) -> str:
+        name = getattr(self.backend, "__name__", self.backend)
+        return f"<RankPool of {self.size} ranks over {name}>"
+
     def run(
         self,
         function: Callable[..., R],
