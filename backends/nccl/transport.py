@@ -120,13 +120,7 @@ class NcclBackend(Collectives, Monitored):
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> Self:
-        """Connect to the other ranks as the host plane does; see :meth:`Backend.connect`.
-
-        Raises:
-            BackendUnavailableError: only arrays of GPUs may be used, and there is no driver or GPU.
-        """
-        if world.options.get("devices", "cuda") == "cuda":
-            cuda.library.load()
+        """Connect to the other ranks as the host plane does; see :meth:`Backend.connect`."""
         host = host_plane(world).connect(world, deadline)
         try:
             if isinstance(host, Monitored):
