@@ -29,6 +29,11 @@ Every error text has the form *operation: given; allowed; who; remedy.*
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
+from types import TracebackType
+
 __all__ = [
     "AllocationError",
     "BackendError",
@@ -57,7 +62,40 @@ __all__ = [
 ]
 
 
-class CollectiveError(RuntimeError):
+#: Directory of the package. Its frames are internal.
+HOME = os.path.dirname(__file__) + os.sep
+
+
+def outer_frames(
+    trace: TracebackType | None, folders: tuple[str, ...] = (HOME,)
+) -> TracebackType | None:
+    """Return a traceback without its frames in ``folders``; all of it if no other frame is left."""
+    frames = []
+    each = trace
+    while each is not None:
+        frames.append(each)
+        each = each.tb_next
+    kept = None
+    for each in reversed(frames):
+        if not each.tb_frame.f_code.co_filename.startswith(folders):
+            kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept or trace
+
+
+class ToldByText:
+    """Base of exceptions whose text says more than the frames inside this package."""
+
+    __slots__ = ()
+
+    def _render_traceback_(self: BaseException) -> list[str]:  # type: ignore[misc]
+        """Return the lines that IPython shows: the frames of the user's program and the text."""
+        shells = [sys.modules[name] for name in ("IPython", "ipykernel") if name in sys.modules]
+        folders = (HOME, *(os.path.dirname(str(shell.__file__)) + os.sep for shell in shells))
+        trace = outer_frames(self.__traceback__, folders)
+        return "".join(traceback.format_exception(type(self), self, trace)).splitlines()
+
+
+class CollectiveError(ToldByText, RuntimeError):
     """Base class of every error that this package raises on purpose.
 
     It is a ``RuntimeError``, like the errors of PyTorch's and MPI's own transports. So programs

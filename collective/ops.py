@@ -117,6 +117,8 @@ def _meant(op: object) -> str:
     elif root == "mpi4py":
         text = str(op.__reduce__())  # the name, if the operator is predefined
     word = text.lower()
+    if word in ("maxloc", "minloc"):
+        return f" Use {word[:3]} of all_gather_object((x, rank))."
     word = _FOREIGN.get(word, word)
     return f" Use op={word!r}." if word in NAMES else ""
 

@@ -18,7 +18,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from collective import CommunicatorClosedError, GradientError, Shards, UnsupportedError, current
+from collective import (
+    CommunicatorClosedError,
+    GradientError,
+    PeerLostError,
+    Shards,
+    UnsupportedError,
+    current,
+)
 from collective.inner import (
     Bucket,
     Gradients,
@@ -52,6 +59,12 @@ if TYPE_CHECKING:
 __all__ = ["DistributedDataParallel"]
 
 _MIB = 1 << 20
+# What an error says of a rank that has ended its loop over the batches, and what it should say.
+_UNEVEN = (
+    "Is it inside `if rank == 0`?",
+    "Do the ranks have different numbers of batches? Train inside `with model.join():`, or give "
+    "all ranks as many by ShardedSampler(padded=True).",
+)
 _DIFFERENT = (
     "They were equal after the step before, or after the wrapper was made. Look for what this rank "
     "alone did to them: a write outside of the optimizer, a seed or a number of threads that "
@@ -658,7 +671,11 @@ class DistributedDataParallel(nn.Module):
         if self.find_unused_parameters:
             for number in self._gradients.missing():
                 self._stand_in(number)
-        self._gradients.finish(partial=self._loop is not None and self._loop.finish_pass())
+        try:
+            self._gradients.finish(partial=self._loop is not None and self._loop.finish_pass())
+        except PeerLostError as error:
+            error.args = (error.args[0].replace(*_UNEVEN), *error.args[1:])
+            raise
         self._reduce_sparse()
         if self.find_unused_parameters:
             without = {n for n, p in enumerate(self._trained) if p.grad is None}

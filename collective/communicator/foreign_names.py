@@ -159,6 +159,14 @@ _OF_BOTH: dict[str, tuple[str, str]] = {
 }
 #: Replacements for names of the package only.
 _OF_PACKAGE = {
+    **dict.fromkeys(
+        ("ANY_TAG", "MPI", "Win"),
+        "an unmodified program of mpi4py by `collective run --mpi4py`: this package has no "
+        "messages of any tag and no windows",
+    ),
+    **dict.fromkeys(
+        ("MAXLOC", "MINLOC", "maxloc", "minloc"), "max or min of all_gather_object((x, rank))"
+    ),
     "COMM_WORLD": "collective.init(), which returns a communicator",
     "COMM_SELF": "comm.split(comm.rank)",
     "COMM_NULL": "None, which comm.split(None) returns",
@@ -216,6 +224,15 @@ for _holder, _names in {
     for _name in _names:
         _place = f"{_holder}.{_name}"
         _OF_BOTH[_name] = (f"comm.{_place}", f"collective.current().{_place}")
+#: Names that mpi4py has in lower case for objects.
+_OF_OBJECTS = {
+    "allgather": "all_gather_object(obj)",
+    "allreduce": "all_gather_object(obj)",
+    "bcast": "broadcast_object(obj, root=0)",
+    "irecv": "recv_object(src)",
+    "isend": "send_object(obj, dst)",
+    "ssend": "send_object(obj, dst)",
+}
 _CALL_OF = {name: call for call, names in _CALLS.items() for name in names}
 _WORDS_OF = {name: words for words, names in _IN_WORDS.items() for name in names}
 _OF_COMMUNICATOR = _CALL_OF.keys() | _WORDS_OF.keys() | _OF_BOTH.keys()
@@ -261,7 +278,8 @@ def remedy_of(name: str, of: str) -> str | None:
         of: ``"comm"`` or ``"collective"``: the object on which the name was used.
     """
     if name in _CALL_OF:
-        return f"{of}.{_CALL_OF[name]}"
+        objects = _OF_OBJECTS.get(name)
+        return f"{of}.{_CALL_OF[name]}" + (f", or {of}.{objects} for objects" if objects else "")
     if name in _WORDS_OF:
         return _WORDS_OF[name]
     if name in _OF_BOTH:

@@ -152,6 +152,9 @@ class Recorder:
         self._number = next(_numbers)
         _all.add(self)
 
+    def __repr__(self) -> str:
+        return f"<Recorder of {self.title or 'no communicator'}: {self.started} calls>"
+
     @property
     def started(self) -> int:
         """The number of calls that have begun."""

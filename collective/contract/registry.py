@@ -104,7 +104,7 @@ def _entry(name: str) -> Registered:
             distribution = point.dist.name if point.dist else ""
             return Registered(point.value, f"pip install {distribution}".strip())
     known = names()
-    near = difflib.get_close_matches(name, known, 1)
+    near = difflib.get_close_matches(name.lower(), known, 1)
     hint_text = f" Did you mean {near[0]!r}?" if near else ""
     raise BackendNotFoundError(f"backend: {name!r}; one of {', '.join(known)}.{hint_text}")
 

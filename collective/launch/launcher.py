@@ -23,6 +23,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -51,6 +52,8 @@ _QUICK_S = 10.0
 # Pause before the restart after the first such attempt. It doubles after each further one.
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
+# How often the launcher checks whether a rank still reads what is typed.
+_LOOK_S = 0.1
 # Seconds between two calls of `beat` in a pause.
 _BEAT_S = 1.0
 
@@ -66,6 +69,7 @@ def watch_over(supervise: Callable[[int], int], clean_up: Callable[[], None]) ->
     """
     platform.adopt_orphans()
     control, handle = os.pipe()
+    typed = os.pipe() if os.isatty(0) else None
     sys.stdout.flush()
     sys.stderr.flush()
     signals = [s for s in _ENDING if signal.getsignal(s) is not signal.SIG_IGN]
@@ -79,8 +83,15 @@ def watch_over(supervise: Callable[[int], int], clean_up: Callable[[], None]) ->
         supervisor = os.fork()
     if supervisor == 0:
         os.close(handle)
+        if typed is not None:
+            os.dup2(typed[0], 0)
+            os.close(typed[0])
+            os.close(typed[1])
         _be_supervisor(partial(supervise, control), clean_up, signals)
     os.close(control)
+    if typed is not None:
+        os.close(typed[0])
+        threading.Thread(target=_relay_terminal, args=(typed[1],), daemon=True).start()
 
     def pass_on(number: int, _: object) -> None:
         with contextlib.suppress(OSError):  # the supervisor has ended, so waitpid() returns soon
@@ -100,6 +111,30 @@ def watch_over(supervise: Callable[[int], int], clean_up: Callable[[], None]) ->
         print(f"collective run: the supervisor was killed by signal {-code}", file=sys.stderr)
         return 128 - code
     return code
+
+
+def _relay_terminal(output: int) -> None:
+    """Pass on what is typed at the terminal, which only this process may read, until its end.
+
+    The supervisor and the ranks have other sessions. In the background this process must not read,
+    either: the terminal would stop it.
+    """
+    typed = select.poll()
+    typed.register(0, select.POLLIN)
+    ended = select.poll()
+    ended.register(output, 0)  # reports that nobody reads any more
+    with contextlib.suppress(OSError):  # the terminal or all readers are gone
+        while not ended.poll(0):
+            if not typed.poll(_LOOK_S * 1000):
+                continue
+            if os.tcgetpgrp(0) != os.getpgrp():
+                time.sleep(_LOOK_S)
+                continue
+            line = os.read(0, 1 << 16)
+            if not line:
+                break
+            os.write(output, line)
+    os.close(output)
 
 
 def _be_supervisor(

@@ -10,9 +10,10 @@ from time import monotonic
 from typing import Any
 
 from collective import CollectiveTimeoutError, CommunicatorAbortedError
+from collective.errors import CollectiveError, ToldByText, outer_frames
 from collective.request import name_ranks
 
-from .tracebacks import Site, alike, innermost
+from .tracebacks import Site, alike, hide_internal_frames, in_one_line, innermost, site_of
 
 __all__ = ["Outcome", "RankDiedError", "RankHungError", "RanksFailedError", "RemoteError"]
 
@@ -84,12 +85,15 @@ class Outcome:
         """Return the outcome of a rank that raised ``error``.
 
         The frames above the user's function are omitted. They set ``__tracebackhide__``, as for
-        pytest.
+        pytest. An error of this package keeps the frames outside the package.
         """
         trace = error.__traceback__
         while trace is not None and "__tracebackhide__" in trace.tb_frame.f_locals:
             trace = trace.tb_next
         text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+        if isinstance(error, CollectiveError):
+            trace = outer_frames(trace)
+        error.__traceback__ = trace or error.__traceback__
         return cls(error=error, traceback=text)
 
     def portable(
@@ -106,15 +110,16 @@ class Outcome:
         return self
 
 
-class RanksFailedError(Exception):
+class RanksFailedError(ToldByText, Exception):
     """Ranks of a job failed.
 
-    The text shows all tracebacks: first that of the rank that failed by itself, then those of the
-    ranks that failed as a consequence. Ranks whose tracebacks are alike share one.
+    The text begins with the exception of the rank that failed first, which is also the
+    ``__cause__``. Then come tracebacks, without the frames inside this package. Ranks whose
+    tracebacks are alike share one, and a rank that failed as a consequence has a line.
 
     Attributes:
         errors: exceptions by rank, the cause first.
-        tracebacks: tracebacks as text, by rank.
+        tracebacks: whole tracebacks as text, by rank.
         results: return values by rank, for the ranks that did not fail.
         size: number of ranks of the job.
     """
@@ -131,6 +136,7 @@ class RanksFailedError(Exception):
         self.tracebacks: dict[int, str] = dict(tracebacks)
         self.results: dict[int, Any] = dict(results)
         self.size = size
+        self.__cause__ = self.cause
 
     @classmethod
     def of(cls, outcomes: Mapping[int, Outcome], size: int) -> RanksFailedError | None:
@@ -155,19 +161,37 @@ class RanksFailedError(Exception):
         return next(iter(self.errors.values()))
 
     def __str__(self) -> str:
-        first, *others = self.errors
-        summary = f"rank {first} of {self.size} failed"
-        if others:
-            summary += f", then {name_ranks(others)}"
-        parts = [summary]
-        texts = [
-            (rank, (self.tracebacks.get(rank) or f"{type(error).__name__}: {error}").rstrip())
+        first = next(iter(self.errors))
+        parts = [f"rank {first} of {self.size} failed first: {_named(self.cause)}"]
+        texts = {
+            rank: (self.tracebacks.get(rank) or _named(error)).rstrip()
             for rank, error in self.errors.items()
-        ]
-        for group in alike(texts):
-            ranks = name_ranks(texts[number][0] for number in group)
-            parts.append(f"----- {ranks} -----\n{texts[group[0]][1]}")
+        }
+        shown = texts[first].splitlines()
+        if self.cause.__traceback__ is not None:
+            # Python shows the traceback of the cause itself, before this text.
+            site = site_of(traceback.extract_tb(self.cause.__traceback__))
+            parts.append(f"  at {site}")
+        elif texts[first] != _named(self.cause):
+            parts += [f"----- rank {first} -----", *hide_internal_frames(shown, ".tracebacks")]
+        for group in alike(list(texts.items())):
+            ranks = [list(texts)[number] for number in group if number]  # number 0 is the first
+            lines = texts[ranks[0]].splitlines() if ranks else []
+            if 0 in group:
+                parts += [f"{name_ranks(ranks)} failed alike"] if ranks else []
+            elif line := in_one_line(lines, shown):
+                parts.append(f"{name_ranks(ranks)} failed, too: {line}")
+            else:
+                parts.append(f"----- {name_ranks(ranks)} -----")
+                parts += hide_internal_frames(lines, ".tracebacks")
         return "\n".join(parts)
+
+
+RanksFailedError.__module__ = "collective.testing"  # where users import it from
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _weight(error: BaseException | None) -> int:

@@ -327,8 +327,7 @@ class Supervisor:
 
     def _order(self, rank: Rank, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Order the agent of a rank to start its process."""
-        # Ranks cannot read a terminal from another session. Other standard input goes to rank 0.
-        to_rank_0 = rank.number == 0 and not rank.joins and not os.isatty(0)
+        to_rank_0 = rank.number == 0 and not rank.joins
         rank.place.host.post(
             {
                 "kind": "start",

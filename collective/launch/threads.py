@@ -243,6 +243,9 @@ def main(run: Run) -> int:
 
 def load_program(program: list[str]) -> tuple[CodeType, str, str | None]:
     """Return the program's code, its path and its package, and set ``sys.argv``."""
+    if program[0] == "-c":
+        sys.argv = ["-c", *program[2:]]
+        return compile(program[1], "<string>", "exec", dont_inherit=True), "<string>", None
     if program[0] == "-m":
         sys.path.insert(0, os.getcwd())
         try:

@@ -11,9 +11,9 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
+from collective.errors import HOME
 from collective.request import name_ranks
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "alike",
     "find_traceback",
     "hide_internal_frames",
+    "in_one_line",
     "innermost",
     "plain",
     "sift",
@@ -33,8 +34,6 @@ __all__ = [
     "without_prefix",
 ]
 
-#: Directory of the package. Its frames are internal.
-_HOME = str(Path(__file__).parent.parent) + os.sep
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # After init_process_group(), torch.distributed writes this before each line of a traceback.
 _PREFIX = re.compile(r"\[rank\d+\]: ")
@@ -54,6 +53,8 @@ _CHAINED = (
 )
 #: An exception that follows from another rank's failure.
 CONSEQUENCE = re.compile(r"(?:\w+\.)*(?:PeerLostError|PeerFailedError|CommunicatorAbortedError)\b")
+# An exception of which the report of another rank says everything.
+_SHARED = re.compile(rf"{CONSEQUENCE.pattern}|(?:\w+\.)*MismatchError\b")
 # The margin is that of an exception group: "  | ".
 _FRAME = re.compile(
     r'(?P<margin>(?: +\| )?)  File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<name>.+)$'
@@ -120,14 +121,37 @@ def traceback_start(lines: Sequence[str]) -> tuple[int, int] | None:
     return start, headers[-1]
 
 
-def hide_internal_frames(lines: Sequence[str]) -> list[str]:
+def in_one_line(lines: Sequence[str], shown: Sequence[str]) -> str:
+    """Return a line for a traceback that says nothing that is not shown; "" if it says more.
+
+    Args:
+        lines: lines of the traceback, without colours and line ends.
+        shown: lines of the traceback that the user sees.
+    """
+    start = (traceback_start(lines) or (len(lines), 0))[0]
+    ends = (n for n in range(start + 1, len(lines)) if not lines[n].startswith("  "))
+    end = next(ends, len(lines))
+    if end >= len(lines) or not _SHARED.match(lines[end]):
+        return ""
+    if not {line.strip() for line in lines[end + 1 :]} <= {line.strip() for line in shown}:
+        return ""
+    error = re.sub(r"^(?:\w+\.)+(?=\w+:)", "", lines[end]).removesuffix("; its traceback:")
+    site = innermost(lines[start:end])
+    return f"{error.rstrip(':')}, at {site}" if site else error
+
+
+def hide_internal_frames(lines: Sequence[str], remedy: str = "--verbose") -> list[str]:
     """Return the lines with one line in place of each run of frames inside this package.
 
     Frames outside the package remain. If there are none, all frames remain: the traceback is then
     that of the package itself.
+
+    Args:
+        lines: lines with or without colours and line ends.
+        remedy: what shows all frames.
     """
     frames = [match for line in lines if (match := _FRAME.match(plain(line)))]
-    if all(match["path"].startswith(_HOME) for match in frames):
+    if all(match["path"].startswith(HOME) for match in frames):
         return list(lines)
     result: list[str] = []
     margin: str | None = None  # of the internal frame that the current line belongs to
@@ -136,9 +160,9 @@ def hide_internal_frames(lines: Sequence[str]) -> list[str]:
     def close_run() -> None:
         nonlocal margin, hidden
         if hidden:
-            words = "1 frame inside collective is hidden; --verbose shows it"
+            words = f"1 frame inside collective is hidden; {remedy} shows it"
             if hidden > 1:
-                words = f"{hidden} frames inside collective are hidden; --verbose shows them"
+                words = f"{hidden} frames inside collective are hidden; {remedy} shows them"
             result.append(f"{margin}  ({words})")
         margin, hidden = None, 0
 
@@ -146,7 +170,7 @@ def hide_internal_frames(lines: Sequence[str]) -> list[str]:
         text = plain(line)
         match = _FRAME.match(text)
         repeated = _REPEATED.match(text)
-        if match and match["path"].startswith(_HOME):
+        if match and match["path"].startswith(HOME):
             if margin is not None and margin != match["margin"]:
                 close_run()
             margin = match["margin"]
@@ -214,7 +238,7 @@ def site_of(frames: Sequence[traceback.FrameSummary]) -> Site | None:
     """Return the position of a stack, given from the outermost frame; None if it is empty."""
     if not frames:
         return None
-    internal = [frame.filename.startswith(_HOME) for frame in frames]
+    internal = [frame.filename.startswith(HOME) for frame in frames]
     foreign = [
         frame.filename.startswith("<") or _below(frame.filename, _LIBRARIES) for frame in frames
     ]

@@ -21,8 +21,8 @@ class Run:
     """Program that ``collective run`` executes, and the rules for lost ranks.
 
     Attributes:
-        program: arguments of the Python interpreter: a script, or ``-m`` and a module, followed
-            by the arguments of the program.
+        program: arguments of the Python interpreter: a script, ``-m`` and a module, or ``-c``
+            and a text, followed by the arguments of the program.
         size: number of ranks, at least 1.
         settings: environment variables for all ranks, such as ``COLLECTIVE_BACKEND``.
         min_ranks: number of ranks that must survive for the run to continue after a loss; by

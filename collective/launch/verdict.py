@@ -18,6 +18,7 @@ from .tracebacks import (
     CONSEQUENCE,
     alike,
     hide_internal_frames,
+    in_one_line,
     plain,
     traceback_start,
     without_prefix,
@@ -82,7 +83,8 @@ def report(
 ) -> str:
     """Return the text that ends a failed run: tracebacks, and last that of the first failure.
 
-    Ranks whose tracebacks are alike share one.
+    Ranks whose tracebacks are alike share one. A rank whose traceback says nothing beyond the last
+    one gets a line, unless the run is verbose.
 
     Args:
         run: the run.
@@ -98,7 +100,11 @@ def report(
         ranks = [shown[number].rank for number in group]
         head = f"{name_ranks(ranks)} failed"
         if len(others) not in group:
-            blocks.append(words[group[0]].block(head, ranks))
+            line = "" if run.verbose else words[group[0]].after(words[-1])
+            if line:
+                blocks.append(f"collective run: {head}, too: {line}\n")
+            else:
+                blocks.append(words[group[0]].block(head, ranks))
         elif len(set(ranks)) == 1:
             last = f"{head} first ({first.how})"
         else:
@@ -173,9 +179,14 @@ class _LastWords:
         else:
             # The headline names the ranks. Without the prefix, equal tracebacks are alike.
             lines = [without_prefix(line) for line in lines[start[0] :]]
+        self._plain = [plain(line) for line in lines]
         if not verbose:
             lines = hide_internal_frames(lines)
         self.text = "".join(f"{line}\n" for line in lines) if any(map(str.strip, lines)) else ""
+
+    def after(self, first: _LastWords) -> str:
+        """Return a line in place of the text if it says nothing beyond that of ``first``, or ""."""
+        return in_one_line(self._plain, first._plain) if self._has_traceback else ""
 
     def block(self, head: str, ranks: Sequence[int]) -> str:
         """Return the text under a headline.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -416,6 +416,10 @@ def _a_thing_like(x: Any) -> str:
 
 def _instead(x: Any, what: str) -> str:
     """Return what the program may pass, or call, if its object is not an array."""
+    if isinstance(x, Iterator):
+        return "for the arrays of this iterator: list(x)"
+    if hasattr(x, "parameters") and hasattr(x, "state_dict"):
+        return "for a module: x.state_dict(), as in broadcast(s := x.state_dict(), out=s)"
     calls = _OBJECT_CALLS.get(what, "the *_object calls").format(what)
     objects = f"for objects: {calls}{'' if isinstance(x, _PLAIN) else ' with pickle=True'}"
     return f"for a number: numpy.asarray(x); {objects}" if isinstance(x, _NUMBERS) else objects

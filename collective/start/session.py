@@ -6,14 +6,16 @@ import atexit
 import contextlib
 import functools
 import importlib
+import json
 import os
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from collective.communicator import Communicator
@@ -27,10 +29,13 @@ from collective.control.store import Store
 from collective.deadline import Deadline
 from collective.errors import (
     CollectiveError,
+    CommunicatorAbortedError,
     CommunicatorClosedError,
     ConfigError,
     InvalidArgumentError,
+    ToldByText,
     UnsupportedError,
+    outer_frames,
 )
 
 from .choice import Choice, choose
@@ -47,6 +52,7 @@ __all__ = [
     "leave_thread",
     "set_current",
     "settings",
+    "shorten_tracebacks",
     "take_place",
     "tell_at_exit",
     "thread_world",
@@ -108,6 +114,7 @@ def init(
     Warns:
         RuntimeWarning: a settings file was not read, since another user could have written it.
     """
+    shorten_tracebacks()
     arguments = {"backend": backend, "rank": rank, "size": size, "timeout": timeout, **settings}
     return _begin(arguments, comm)
 
@@ -410,10 +417,28 @@ def _tell(why: BaseException | str) -> None:
             comm.inner.fail(Failure("failed", comm.rank, why) if isinstance(why, str) else why)
 
 
+def _tell_torchrun(error: BaseException) -> None:
+    """Write the error to the file from which torchrun's report of a failed run takes its text.
+
+    The root cause of the report has the smallest time in seconds. So the error of a rank that
+    follows from another rank's failure gets a later one.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if not path or not _open or os.path.exists(path):
+        return
+    trace = outer_frames(error.__traceback__)
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    when = int(time.time()) + isinstance(error, CommunicatorAbortedError)
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": text, "timestamp": when}, file)
+
+
 def _main_ended() -> None:
     """Tell the peers of a failure of the main thread before Python waits for other threads."""
     _Ending.over = True
     why = _failed()
+    if isinstance(why, BaseException):
+        _tell_torchrun(why)
     _tell(why)
     runs_on = any(
         not thread.daemon and thread is not threading.main_thread()
@@ -443,6 +468,29 @@ def _notice_failures() -> None:
     threading._register_atexit(_main_ended)  # type: ignore[attr-defined]
     sys.exit = _exit
     threading.excepthook = functools.partial(_thread_failed, threading.excepthook)
+
+
+@functools.cache
+def shorten_tracebacks() -> None:
+    """Let Python end with an error of this package at the line that called the package.
+
+    ``collective run`` shortens what its ranks write itself, and ``python -X dev`` shows all frames.
+    """
+    if "COLLECTIVE_RANK" not in os.environ and not sys.flags.dev_mode:
+        sys.excepthook = functools.partial(_show_shortened, sys.excepthook)
+
+
+def _show_shortened(
+    before: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Show an exception by the hook ``before``."""
+    if isinstance(error, ToldByText):
+        trace = outer_frames(trace)
+        error.__traceback__ = trace
+    before(kind, error, trace)
 
 
 @functools.cache

@@ -19,25 +19,18 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
 
-from collective import (
-    CollectiveError,
-    CollectiveTimeoutError,
-    Communicator,
-    CommunicatorAbortedError,
-)
+from collective import CollectiveTimeoutError, Communicator, CommunicatorAbortedError
 from collective.inner import RankHungError, RanksFailedError, session
 
 from .ranks import RankPool
 
 __all__ = ["Part", "RankSession", "Task", "annotate", "here", "run_item"]
 
-_HOME = str(Path(__file__).parent.parent) + os.sep
 # Hooks that report to the user, which only pytest's own process does.
 _REPORTING = (
     "pytest_runtest_logstart",
@@ -178,8 +171,6 @@ class RankSession:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Note the failure of this rank in its report."""
-        if call.excinfo is not None:
-            _hide_library(call.excinfo.tb)
         report = yield
         if call.excinfo is not None:
             error = call.excinfo.value
@@ -324,18 +315,6 @@ def _call(comm: Communicator, function: Any, values: dict[str, Any]) -> None:
     function(
         **{name: comm if isinstance(value, _OfThreads) else value for name, value in values.items()}
     )
-
-
-def _hide_library(trace: TracebackType | None) -> None:
-    """Let pytest show an error of this package at the line that called it: the text explains it."""
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename.startswith(_HOME):
-            trace.tb_frame.f_globals["__tracebackhide__"] = _explains_itself
-        trace = trace.tb_next
-
-
-def _explains_itself(raised: pytest.ExceptionInfo[BaseException]) -> bool:
-    return isinstance(raised.value, CollectiveError)
 
 
 def annotate(report: Any, rank: int, size: int, others: dict[int, str]) -> None:

@@ -217,6 +217,7 @@ class RankPool:
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InvalidArgumentError(f"RankPool: size {size!r}; pass a positive integer.")
+        session.shorten_tracebacks()
         self.size = size
         self.backend = backend
         self.timeout = timeout
@@ -231,6 +232,10 @@ class RankPool:
         self._ranks = Ranks(size, starter)
         self._directory: str | None = None
         self._shared: Opening | None = None
+
+    def __repr__(self) -> str:
+        name = getattr(self.backend, "__name__", self.backend)
+        return f"<RankPool of {self.size} ranks over {name}>"
 
     def run(
         self,

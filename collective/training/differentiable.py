@@ -19,6 +19,7 @@ from collective.algorithms.pieces import split_sizes
 from collective.communicator import NULL, Communicator
 from collective.contract.backend import ANY_SOURCE
 from collective.errors import InvalidArgumentError, RankError
+from collective.ops import as_op
 from collective.start.session import comm_or_current
 
 __all__ = ["CollectiveStep", "Differentiable", "check_op"]
@@ -55,6 +56,7 @@ def check_op(what: str, op: str) -> None:
     Raises:
         InvalidArgumentError: the op is in neither :data:`LINEAR` nor :data:`FOLDS`.
     """
+    as_op(op)  # explains a name of another library
     if op not in LINEAR + FOLDS:
         raise InvalidArgumentError(
             f"{what}: op {op!r} is not differentiable (expected one of "

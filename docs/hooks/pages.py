@@ -14,8 +14,6 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-from collective.start.keys import KEYS
-
 ROOT = Path(__file__).resolve().parents[2]
 
 #: Path of a file in the repository -> name of its page on the site.
@@ -29,7 +27,6 @@ PAGES = {
 }
 _ON_SITE = {page: path for path, page in PAGES.items()}
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
-_SETTINGS = re.compile(r"^<!-- settings: .* -->$", re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -38,8 +35,9 @@ def on_config(config: Any) -> Any:
     address = re.search(r'^Source = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     if address is None:
         raise ValueError('pyproject.toml: no line Source = "..." in [project.urls]')
-    config.repo_url = address[1]
-    config.repo_name = address[1].partition("github.com/")[2] or address[1]
+    if "__OWNER__" not in address[1]:  # until the repository has an owner
+        config.repo_url = address[1]
+        config.repo_name = address[1].partition("github.com/")[2] or address[1]
     return config
 
 
@@ -52,8 +50,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Fill in tables, and point the links of ``page`` to their targets on the site."""
-    markdown = _SETTINGS.sub(lambda match: settings(), markdown)
+    """Point the links of ``page`` to their targets on the site, without the owner's placeholder."""
+    markdown = markdown.replace("__OWNER__", "OWNER")
     here = page.file.src_uri
     if here.startswith(("decisions/", "measurements/")):  # a reader who searches wants the manual
         page.meta.setdefault("search", {"exclude": True})
@@ -63,15 +61,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         done += [_relinked(markdown[end : fence.start()], source, here), fence[0]]
         end = fence.end()
     return "".join([*done, _relinked(markdown[end:], source, here)])
-
-
-def settings() -> str:
-    """Return the table of all settings."""
-    rows = ["| key | takes | default | is |", "| --- | --- | --- | --- |"]
-    for name, key in KEYS.items():
-        default = "" if key.default in (None, "") else f"`{key.default}`"
-        rows.append(f"| `{name}` | {key.allowed} | {default} | {key.doc} |")
-    return "\n".join(rows)
 
 
 def _relinked(text: str, source: str, here: str) -> str:

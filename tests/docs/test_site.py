@@ -108,12 +108,14 @@ def test_search_finds_no_decisions_or_measurements(site: Path) -> None:
     assert [page for page in found if page.startswith(("decisions/", "measurements/"))] == []
 
 
-def test_site_links_to_the_repository_without_a_script(site: Path) -> None:
+def test_site_links_to_the_repository_only_if_it_has_an_owner(site: Path) -> None:
     (address,) = re.findall(
         r'^Source = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
     )
     page = (site / "index.html").read_text()
-    assert re.search(rf"<a href=\"?{re.escape(address)}\"? ", page)
+    linked = re.search(rf"<a href=\"?{re.escape(address)}\"? ", page) is not None
+    assert linked == ("__OWNER__" not in address)
+    assert not [page for page in site.rglob("*.html") if "__OWNER__" in page.read_text()]
     # The theme's script asks api.github.com about the repository that such a component names.
     assert not re.search(r"data-md-component=\"?source\b", page)
 

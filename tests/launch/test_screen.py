@@ -244,14 +244,19 @@ def test_reader_that_leaves_ends_the_run(launches: Launches) -> None:
     launches.assert_nothing_left()
 
 
-def test_ranks_get_description_of_terminal(launches: Launches) -> None:
+def test_ranks_get_description_of_terminal_and_rank_0_what_is_typed(launches: Launches) -> None:
     script = launches.script("""
         names = ("COLUMNS", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
-        print(" ".join(os.environ[name] for name in names), repr(sys.stdin.read()))
+        print(" ".join(os.environ[name] for name in names), repr(sys.stdin.readline()))
         """)
     terminal = Terminal(launches, "-n", "2", script)
-    lines = sorted(terminal.read().replace(b"\r", b"").splitlines())
-    assert lines == [b"\x1b[33m[1]\x1b[0m 56 1 0 ''", b"\x1b[36m[0]\x1b[0m 56 1 1 ''"]
+    os.write(terminal.master, b"typed\n")
+    echo, *lines = terminal.read().replace(b"\r", b"").splitlines()
+    assert echo == b"typed"
+    assert sorted(lines) == [
+        b"\x1b[33m[1]\x1b[0m 56 1 0 ''",
+        b"\x1b[36m[0]\x1b[0m 56 1 1 'typed\\n'",
+    ]
     assert terminal.process.wait(DEADLINE_S) == 0
     os.close(terminal.master)
 

@@ -153,7 +153,8 @@ def test_report_shows_the_first_failure_last() -> None:
     first = failure(2, HEAD + OWN + "E: why\n", 3)
     text = report(RUN, [], first, [failure(r, lost) for r in (0, 1, 3)])
     assert text == (
-        f"collective run: ranks 0, 1, 3 failed; the traceback of rank 0:\n{lost}"
+        "collective run: ranks 0, 1, 3 failed, too: PeerLostError: rank 2 is lost, at "
+        "/x/train.py:12, in step: comm.all_reduce(x)\n"
         f"collective run: rank 2 failed first (exit code 3); its traceback:\n{HEAD}{OWN}E: why\n"
     )
 
@@ -178,8 +179,9 @@ def test_error_of_several_ranks_shows_equal_tracebacks_once() -> None:
     tracebacks = {rank: f"Traceback\nValueError: x [rank {rank} of 4]\n" for rank in errors}
     tracebacks[0] = "Traceback\nValueError: another\n"
     assert str(RanksFailedError(errors, tracebacks, {}, 4)) == (
-        "rank 3 of 4 failed, then ranks 0-2\n"
-        "----- ranks 1-3 -----\nTraceback\nValueError: x [rank 3 of 4]\n"
+        "rank 3 of 4 failed first: ValueError: x\n"
+        "----- rank 3 -----\nTraceback\nValueError: x [rank 3 of 4]\n"
+        "ranks 1, 2 failed alike\n"
         "----- rank 0 -----\nTraceback\nValueError: another"
     )
 

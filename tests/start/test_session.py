@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import textwrap
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -529,3 +532,18 @@ def test_exit_with_work_in_flight_prints_no_error(tmp_path):
         """
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
+
+
+def test_uncaught_error_shows_no_inner_frame_here_nor_to_torchrun(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    program = """
+import collective
+with collective.init() as comm:
+    comm.all_reduce([1.0], op="mean")
+"""
+    environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(file)}
+    done = run_python("-c", program, env=environ)
+    told = json.loads(file.read_text())["message"]
+    for text in (done.stderr, told):
+        assert text.count("  File ") == 1, text
+        assert text.endswith("Use op='avg'.\n"), text

@@ -126,8 +126,12 @@ def test_ranks_failed_error_begins_with_cause_and_traceback(backend: str) -> Non
     assert isinstance(failure.cause, ValueError)
     assert {type(failure.errors[rank]) for rank in (0, 2)} == {PeerFailedError}
     text = str(failure)
-    assert text.startswith("rank 1 of 3 failed, then ranks ")
-    assert text.index("in raising\n") < text.index("PeerFailedError")
+    assert failure.__cause__ is failure.cause
+    assert text.startswith("rank 1 of 3 failed first: ValueError: rank 1 is out of order\n")
+    assert text.count("rank 1 is out of order") == (1 if backend == "threads" else 2)
+    assert "".join(failure._render_traceback_()).count("PeerFailedError") == len(
+        [line for line in text.splitlines() if "failed, too" in line]
+    )
     assert "testing/ranks.py" not in failure.tracebacks[1]
 
 

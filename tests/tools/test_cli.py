@@ -70,14 +70,33 @@ def test_config_lists_all_settings_if_one_is_misspelt(capsys: pytest.CaptureFixt
     assert ["timeout", "a number of seconds > 0"] in rows
 
 
-@pytest.mark.parametrize("arguments", [[], ["-v"], ["nonsense"], ["config", "--nonsense"]])
-def test_main_with_wrong_arguments_prints_usage(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["-v"], ""),
+        (["nonsense"], ""),
+        (["doctr"], "Did you mean 'doctor'?"),
+        (["hello.py"], "collective run hello.py"),
+        (["run", "--backnd", "shm", "x.py"], "Did you mean '--backend'?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_main_with_wrong_arguments_prints_usage_and_a_hint(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "usage: collective" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "usage: collective" in printed
+    assert hint in printed
+
+
+def test_main_without_a_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert not caught.value.code
+    assert "run a two-minute demonstration" in capsys.readouterr().out
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,6 +180,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         importlib.import_module("collective.testing.ranked_items").start(session, plan)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+    """Let pytest show an error of this package at the line that called it: the text explains it."""
+    errors = sys.modules.get("collective.errors")
+    error = call.excinfo.value if call.excinfo else None
+    while errors is not None and error is not None:
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename.startswith(errors.HOME):
+                trace.tb_frame.f_globals["__tracebackhide__"] = _explains_itself
+            trace = trace.tb_next
+        error = error.__cause__ or error.__context__
+
+
+def _explains_itself(raised: pytest.ExceptionInfo[BaseException]) -> bool:
+    return isinstance(raised.value, sys.modules["collective.errors"].ToldByText)
+
+
 def _of_rank(request: pytest.FixtureRequest) -> Any:
     module = sys.modules.get("collective.testing.rank_session")
     rank = module and module.here()

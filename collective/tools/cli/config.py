@@ -7,9 +7,9 @@ import json
 
 from collective import ConfigError
 from collective.inner import KEYS, load, not_read
-from collective.tools.show import aligned
+from collective.tools.show import aligned, check_known
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "explained"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -23,11 +23,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "and root could have written it; a file that is not read is named with the reason.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--explain", nargs="?", const="", metavar="NAME",
+        help="explain all settings, or one: what it takes, its default and what it is",
+    )  # fmt: skip
     parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:
     """Print the settings; return the exit code."""
+    if options.explain is not None:
+        name = options.explain.lower().removeprefix("collective_")
+        if name:
+            check_known("--explain", [name], tuple(KEYS))
+        for key in [name] if name else KEYS:
+            print(explained(key))
+        return 0
     try:
         config = load({})
     except ConfigError:
@@ -52,3 +63,10 @@ def execute(options: argparse.Namespace) -> int:
     for path, reason in config.refused.items():
         print(not_read(path, reason))
     return 0
+
+
+def explained(name: str) -> str:
+    """Return what a setting takes, its default, and what it is: an item of docs/settings.md."""
+    key = KEYS[name]
+    default = "" if key.default in (None, "") else f", default {key.default}"
+    return f"{name} ({key.allowed}{default}): {key.doc}"

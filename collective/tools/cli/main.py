@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from collective import CollectiveError, __version__
 
@@ -67,18 +70,44 @@ def _import_nothing_from_here() -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="collective", description="Collective communication between Python processes."
     )
     parser.add_argument("--version", action="version", version=f"collective {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
     for command in _COMMANDS:
         command.add_parser(subparsers)
     try:
-        return parser.parse_args(arguments)
+        options = parser.parse_args(arguments)
+        if not hasattr(options, "execute"):
+            options = parser.parse_args(["--help"])
+        return options
     except SystemExit:
         sys.stdout.flush()  # flush here, where main() handles a failed write of the help
         raise
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors name what the user may have meant."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.search(r"invalid choice: '(.+?)'|unrecognized arguments: (\S+)", message)
+        hint = self._hint(unknown[1] or unknown[2]) if unknown else ""
+        super().error(message + hint)
+
+    def _hint(self, word: str) -> str:
+        if word.endswith(".py"):
+            return f"\nTo start a program as ranks: collective run {word}"
+        groups = self._subparsers._group_actions if self._subparsers else []
+        choices: dict[str, argparse.ArgumentParser] = {}
+        for group in groups:
+            choices.update(group.choices)  # type: ignore[arg-type]
+        known = {
+            *choices,
+            *(key for each in choices.values() for key in each._option_string_actions),
+        }
+        near = difflib.get_close_matches(word, sorted(known), 1)
+        return f"\nDid you mean {near[0]!r}?" if near else ""
 
 
 def _refuse(reason: str) -> int:

@@ -32,14 +32,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "profile",
         help="run a program and report what its calls cost, and whether more ranks pay",
         usage="collective profile [-n N] [--backend NAME] [--timeout S] [--verbose]\n"
-        "           [--json FILE] (SCRIPT | -m MODULE | --trace DIR) [ARG ...]",
+        "           [--json FILE] (SCRIPT | -m MODULE | -c TEXT | --trace DIR) [ARG ...]",
         description="Run a Python program as N ranks, as `collective run` does, or read a trace "
         "of an earlier run. Report, for each operation, calls, bytes, time, waiting and the share "
         "hidden by computing; T_comp and T_sync of a training step; and whether the ranks pay.",
         epilog=_EPILOG,
     )
     add_ranks(parser)
-    parser.add_argument("-m", action="store_true", dest="module", help="run a module, not a script")
     parser.add_argument(
         "--trace", type=Path, metavar="DIR",
         help="report on the traces in DIR (of COLLECTIVE_TRACE) and run nothing; with a program: "
@@ -91,7 +90,7 @@ def _run(options: argparse.Namespace, program: list[str], directory: Path) -> in
     command += ["--backend", options.backend] if options.backend else []
     command += ["--timeout", options.timeout] if options.timeout else []
     command += ["--verbose"] if options.verbose else []
-    command += ["-m"] if options.module else []
+    command += [options.form] if options.form else []
     variables = {**os.environ, "COLLECTIVE_TRACE": str(directory.absolute())}
     launcher = subprocess.Popen(
         [*command, "--", *program], env=variables, preexec_fn=platform.die_with_parent()

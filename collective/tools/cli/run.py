@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -42,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "           [--spares C:4] [--ssh COMMAND] [--backend NAME] [--timeout S]\n"
         "           [--min-ranks M] [--max-restarts R] [--replace] [--jax] [--mpi4py]\n"
         "           [--verbose]\n"
-        "           (SCRIPT | -m MODULE) [ARG ...]",
+        "           (SCRIPT | -m MODULE | -c TEXT) [ARG ...]",
         description="Start a Python program as N ranks, on this machine or over ssh on the hosts "
         "of --hosts. Each line of output "
         "begins with the rank that wrote it. If a rank fails, the others are stopped within two "
@@ -87,7 +89,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="have an unmodified program of mpi4py import this package's module in its place",
     )
-    parser.add_argument("-m", action="store_true", dest="module", help="run a module, not a script")
     add_program(parser)
     parser.set_defaults(execute=execute)
 
@@ -98,6 +99,9 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "-np", type=count, dest="n", metavar="N",
         help="number of ranks (default: the number in Slurm's or torchrun's environment, or "
         f"{_FEWEST})")  # fmt: skip
+    # Names that other launchers have for it.
+    parser.add_argument("--np", "--nproc-per-node", "--nproc_per_node", type=count, dest="n",
+        help=argparse.SUPPRESS)  # fmt: skip
     parser.add_argument("--backend", metavar="NAME", help="transport (default: auto)")
     parser.add_argument("--timeout", metavar="S", help="deadline of every call, in seconds")
     parser.add_argument(
@@ -147,6 +151,10 @@ def hosts_of(options: argparse.Namespace) -> list[HostSlots]:
 
 def add_program(parser: argparse.ArgumentParser) -> None:
     """Add the program and its arguments as the last positional arguments."""
+    what = parser.add_mutually_exclusive_group()
+    add = partial(what.add_argument, action="store_const", dest="form", default="")
+    add("-m", const="-m", help="run a module, not a script")
+    add("-c", const="-c", help="run a text, not a script")
     # All further words belong to the program, even if they look like options.
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARG ...]", help="program to run"
@@ -157,7 +165,7 @@ def execute(options: argparse.Namespace) -> int:
     """Run the program; return the exit code."""
     program = program_of(options)
     if not program:
-        return _refuse("no program given; name a script, or -m and a module")
+        return _refuse("no program given; name a script, -m and a module, or -c and a text")
     if absent := absent_script(options, program):
         return _refuse(absent)
     hosts = hosts_of(options)
@@ -172,7 +180,7 @@ def execute(options: argparse.Namespace) -> int:
         return _refuse(wrong)
     if "trace" in chosen.settings:
         check_directory("trace", Path(str(chosen.settings["trace"].value)))
-    arguments = ["-m"] * options.module + program
+    arguments = [options.form] * bool(options.form) + program
     variables = dict(chosen.variables)
     if options.jax:
         arguments, of_jax = _under_jax(arguments)
@@ -188,7 +196,7 @@ def execute(options: argparse.Namespace) -> int:
         # Imported here: one host does not need it.
         from collective.launch.hosts.launching import launch_on_hosts
 
-        script = "" if options.module else program[0]
+        script = "" if options.form else program[0]
         return launch_on_hosts(run, hosts, script=script, spares=spares, ssh=options.ssh)
     if chosen.on_host == "threads":
         return _run_threads(run, options.is_program)
@@ -253,16 +261,24 @@ def _run_threads(run: Run, is_program: bool) -> int:
 
 
 def program_of(options: argparse.Namespace) -> list[str]:
-    """Return the program and its arguments."""
+    """Return the program and its arguments, without a ``python`` in front, as after mpiexec."""
     # A first -- ends the options of collective, as usual; a later -- belongs to the program.
     program: list[str] = options.program
-    return program[1:] if program[:1] == ["--"] else program
+    program = program[1:] if program[:1] == ["--"] else program
+    named = "" if options.form or not program or os.path.exists(program[0]) else program[0]
+    if re.fullmatch(r"python[\d.]*", named):
+        program = program[1:]
+        if program[:1] in (["-m"], ["-c"]):
+            options.form, program = program[0], program[1:]
+    return program
 
 
 def absent_script(options: argparse.Namespace, program: Sequence[str]) -> str:
     """Return an error text if the script does not exist; "" if it does, or if none is given."""
-    if program and not options.module and not os.path.exists(program[0]):
-        return f"script {program[0]!r}: no such file"
+    if program and not options.form and not os.path.exists(program[0]):
+        near = difflib.get_close_matches(program[0], os.listdir(), 1)
+        hint = f". Did you mean {near[0]!r}?" if near else ""
+        return f"script {program[0]!r}: no such file{hint}"
     return ""
 
 

@@ -64,6 +64,18 @@ def test_ddp_join_with_static_graph_lets_rank_0_finish_first(comm: Any) -> None:
     assert (model.weight.grad == 1.0).all()
 
 
+def test_uneven_batches_without_join_name_the_remedies(two: RankPool) -> None:
+    with pytest.raises(RanksFailedError, match=r"different numbers of batches\?.*model\.join\(\)"):
+        two.run(trains_longer_on_rank_1, timeout=20.0)
+
+
+def trains_longer_on_rank_1(comm: Any) -> None:
+    with comm:
+        ddp = DistributedDataParallel(nn.Linear(2, 1), comm)
+        for _ in range(1 + comm.rank):
+            ddp(torch.ones(1, 2)).sum().backward()
+
+
 def test_ddp_join_error_ends_all_ranks(two: RankPool) -> None:
     with pytest.raises(RanksFailedError, match="no more of it") as caught:
         two.run(fails_inside, timeout=20.0)
