@@ -49,6 +49,8 @@ struct ring {
                                 then a bit for each of `ways` whose next message it will fetch */
     uint64_t seen;           /* theirs, as last loaded */
     unsigned char *data;
+    size_t left;             /* of a receiver: bytes of the running message that it has not read */
+    size_t words, room;      /* of a head: bytes of its words, and of the elements, in the ring */
     struct ways ways[3];     /* of a receiver: for messages below 1 MiB, below 8 MiB, and longer */
 };
 

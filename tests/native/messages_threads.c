@@ -93,9 +93,11 @@ static void take_left(struct messages *m, int left, int64_t tag, char *out, size
 {
     struct exchange x;
     char head[HEAD_BYTES];
+    const int64_t words[HEAD_WORDS] = {0, 5, (int64_t)nbytes, 1, (int64_t)nbytes};
     exchange_begin(&x, m);
     exchange_recv(&x, left, left, tag, head, HEAD_BYTES, NULL);
     run(&x, call);
+    check(memcmp(head, words, sizeof words) == 0, "a head", call, m->rank, nbytes);
     memcpy(out, head + HEAD_BYTES - HEAD_ROOM, nbytes <= HEAD_ROOM ? nbytes : 0);
     if (nbytes > HEAD_ROOM) {
         exchange_begin(&x, m);

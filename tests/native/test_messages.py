@@ -325,6 +325,24 @@ def test_invalid_prefix_is_refused(prefix: tuple[int, int, int]) -> None:
         ends.receive(np.empty(2))
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param(-(897 * 1024 + 40), id="too many elements"),
+        pytest.param(-136, id="too many words"),
+        pytest.param(-44, id="a part of a word"),
+        pytest.param(-(1 << 63), id="beyond all numbers"),
+    ],
+)
+def test_head_of_impossible_lengths_is_refused(lengths: int) -> None:
+    ends = Ends()
+    at = (RINGS + PAGE) // 8
+    ends.words[at : at + 3] = memoryview(np.array((1024, 0, lengths))).cast("B").cast("q")
+    ends.words[RINGS // 8] = 24
+    with pytest.raises(Damaged, match="impossible lengths"):
+        ends.receive(np.empty(128))
+
+
 @pytest.mark.parametrize("count", [RING_BYTES + 8, 1 << 62])
 def test_ring_above_capacity_is_refused(count: int) -> None:
     ends = Ends()
