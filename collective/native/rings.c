@@ -26,7 +26,8 @@
    virtual machine may change these from one second to the next. So a receiver measures both ways.
    It tells the sender what it will do with the next message, in a word beside its claim. The word is
    a hint: the sender then leaves most of the message to the receiver. A message that is not claimed
-   arrives all the same.
+   arrives all the same. If a rank sends and receives in one call, both copies through the rings are work
+   of its own processor. So the costs of such calls are measured apart from the others.
 
    tests/native/test_ring_model.py tries all interleavings of the two ends. */
 
@@ -260,7 +261,7 @@ void exchange_fetched(struct exchange *x)
 
 /* Bytes from which a receiver measures: shorter messages take about as long as asking the kernel. */
 #ifndef MEASURED_BYTES
-#define MEASURED_BYTES ((size_t)128 << 10)
+#define MEASURED_BYTES ((size_t)64 << 10)
 #endif
 /* Messages after which the way that costs more is tried again; the number doubles up to the most as
    long as the same way is better. */
@@ -271,21 +272,37 @@ enum { FIRST_PAUSE = 8, MOST_PAUSE = 512 };
 /* The ways change only if the other one costs less than this share. */
 #define LESS 0.9
 
-static int length_of(size_t nbytes)
+/* Returns the place among the ways of a ring. */
+static int place_of(size_t nbytes, int both)
 {
-    return nbytes < (size_t)1 << 20 ? 0 : nbytes < (size_t)8 << 20 ? 1 : 2;
+    return (nbytes < (size_t)1 << 20 ? 0 : nbytes < (size_t)8 << 20 ? 1 : 2) + (both ? 3 : 0);
+}
+
+static int fetches(const struct ring *r, size_t nbytes, int both)
+{
+    return nbytes >= MEASURED_BYTES
+           && (__atomic_load_n(r->claim + 1, __ATOMIC_RELAXED) >> place_of(nbytes, both) & 1);
 }
 
 int ring_fetches(const struct ring *r, size_t nbytes)
 {
-    return nbytes >= MEASURED_BYTES
-           && (__atomic_load_n(r->claim + 1, __ATOMIC_RELAXED) >> length_of(nbytes) & 1);
+    return fetches(r, nbytes, 0);
+}
+
+void exchange_pair(struct exchange *x)
+{
+    x->both = x->claimable;
+    if (x->both && x->messages->carrier == &rings) {
+        size_t nbytes = x->pieces[x->lead + 1].nbytes, capacity = x->messages->capacity;
+        x->ahead = fetches(&x->messages->out[x->to].ring, nbytes, 1) ? smaller(capacity, MEASURED_BYTES)
+                                                                     : capacity;
+    }
 }
 
 void exchange_choose(struct exchange *x, int64_t now)
 {
     x->since = now;
-    x->fetches = x->address != NULL && ring_fetches(&x->messages->in[x->from].ring, x->nbytes);
+    x->fetches = x->address != NULL && fetches(&x->messages->in[x->from].ring, x->nbytes, x->both);
 }
 
 void exchange_timed(struct exchange *x, int64_t now)
@@ -293,8 +310,8 @@ void exchange_timed(struct exchange *x, int64_t now)
     struct ring *r = &x->messages->in[x->from].ring;
     if (x->address == NULL || x->nbytes < MEASURED_BYTES || x->fetched != x->fetches)
         return;
-    int length = length_of(x->nbytes);
-    struct ways *w = &r->ways[length];
+    int place = place_of(x->nbytes, x->both);
+    struct ways *w = &r->ways[place];
     double cost = (double)(now - x->since) / (double)x->nbytes, *known = &w->cost[x->fetched];
     *known = *known == 0 || cost < GROWTH * *known ? cost : GROWTH * *known;
     int better = w->better ? w->cost[0] >= LESS * w->cost[1] : w->cost[1] < LESS * w->cost[0];
@@ -305,7 +322,7 @@ void exchange_timed(struct exchange *x, int64_t now)
         fetches = !better;
         w->left = w->pause = w->pause < MOST_PAUSE ? 2 * w->pause : MOST_PAUSE;
     }
-    uint64_t bits = __atomic_load_n(r->claim + 1, __ATOMIC_RELAXED), bit = UINT64_C(1) << length;
+    uint64_t bits = __atomic_load_n(r->claim + 1, __ATOMIC_RELAXED), bit = UINT64_C(1) << place;
     if (!(bits & bit) != !fetches)
         __atomic_store_n(r->claim + 1, bits ^ bit, __ATOMIC_RELAXED);
 }
