@@ -225,6 +225,7 @@ def make_exchange(control: Control, single_copy: bool) -> native.Exchange:
     exchange = native.messages(
         control.segment.map, control.rank, control.size, layout.rings, layout.ring_bytes,
         _RING_LOOKS, single_copy, _MessageCallbacks(control), 8 * LINE,
+        [control.pid(rank) for rank in range(control.size)] if single_copy else None,
     )  # fmt: skip
     assert exchange is not None  # the transport calls this only if all ranks have the core
     return exchange

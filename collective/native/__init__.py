@@ -28,7 +28,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -44,7 +44,7 @@ __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange"
            "see_tensors", "shared", "status", "sums", "switch", "turn"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
-PROTOCOL = 27
+PROTOCOL = 28
 
 #: Bytes of a head, and bytes of it that can hold the elements of a short array.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
@@ -481,6 +481,7 @@ def messages(
     single_copy: bool,
     python: Any,
     lines: int = 0,
+    pids: Sequence[int] | None = None,
 ) -> Exchange | None:
     """Return ``exchange``, a function that sends and receives messages over shared memory.
 
@@ -517,11 +518,12 @@ def messages(
         python: an object with three methods. ``wait(advance, to, source, tag, deadline)`` returns
             when ``advance()`` returns 0. The result of ``advance()`` is the sum of 1, while a
             message is to be sent, and 2, while a message is to be received.
-            ``fetch(rank, address, out, tag)`` fills a buffer from a rank's memory.
+            ``fetch(rank, address, out, tag)`` fills a buffer from a rank's memory, if C cannot.
             ``refuse(rank, what, to, source, tag)`` raises an error, since a rank has sent damaged
             data.
         lines: bytes to the ranks' lines, as in :func:`shared`, which wake the ranks that nap. If
             0, no rank is woken.
+        pids: the ranks' processes, if C may read their memory.
 
     Returns:
         None if C is not in use.
@@ -529,7 +531,7 @@ def messages(
     if chosen.extension is None:
         return None
     exchange: Exchange = chosen.extension.make_messages(
-        segment, rank, size, rings, ring_bytes, looks, single_copy, python, lines
+        segment, rank, size, rings, ring_bytes, looks, single_copy, python, lines, pids
     )
     return exchange
 

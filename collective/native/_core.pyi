@@ -39,6 +39,7 @@ def make_messages(
     single_copy: bool,
     python: Any,
     lines: int = ...,
+    pids: Sequence[int] | None = ...,
     /,
 ) -> Callable[[Any, int, Any, int, int, Deadline, bool], Any]: ...
 def forget(first: int, second: int, /) -> None: ...

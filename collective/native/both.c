@@ -110,11 +110,6 @@ static int run(struct both *both)
     return call_finish(&halves[first]) < 0 || call_finish(&halves[!first]) < 0 ? -1 : 0;
 }
 
-static int is_over(const Messages *over)
-{
-    return __atomic_load_n((uint64_t *)over->segment.buf, __ATOMIC_ACQUIRE) != 0;
-}
-
 /* exchange_both(sending, x, to, receiving, out, source, tag, limit, heads) */
 static PyObject *exchange_both(PyObject *module, PyObject *args)
 {

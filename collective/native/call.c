@@ -54,12 +54,13 @@ static enum outcome find_output(const Door *door, struct call *call)
     if (!shape_result(door, call))
         return FALL_BACK;
     want = *got;
-    call->result = call->out != Py_None ? Py_NewRef(call->out)
-                   : (call->is_thawed ? aligned_array : new_array)(call->core, call->x, &want);
+    int makes = call->out == Py_None;
+    call->result = !makes ? Py_NewRef(call->out)
+                   : (call->is_thawed ? aligned_array : new_array)(call->core, call->x, got);
     if (call->result == NULL)
         return FAILED;
-    if (!view_array(call->core, call->result, got) || !got->writable || got->dtype != want.dtype
-        || got->ndim != want.ndim
+    if ((!makes && !view_array(call->core, call->result, got))
+        || !got->writable || got->dtype != want.dtype || got->ndim != want.ndim
         || memcmp(got->shape, want.shape, sizeof *want.shape * (size_t)want.ndim) != 0)
         return FALL_BACK;
     /* The one address where x may overlap the result: its beginning, for a call in place, or this
@@ -261,11 +262,9 @@ static PyObject *result_of(const struct call *call, PyObject *compare)
     return Py_NewRef(call->result);
 }
 
-static PyObject *make(Door *door, struct call *call)
+/* Makes a call by its plan, and drops the references in found. */
+static PyObject *make(Door *door, struct call *call, struct found found)
 {
-    struct found found = door_find(door, call);
-    if (found.plan == NULL)
-        return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
     PyObject *limit = read_field((PyObject *)call->path, &call->path->timeout), *done = NULL;
     PyObject *compare = NULL;
     enum outcome state;
@@ -326,25 +325,60 @@ static PyObject *frozen(const struct core *core, PyObject *done)
     return wrapped;
 }
 
+/* Makes a call that the door remembers. Returns NotImplemented if it remembers none. */
+static PyObject *make_again(Door *door, const Method *method, Gate *path, PyObject *const *args,
+                            Py_ssize_t count, PyObject *names)
+{
+    struct call call;
+    struct found found = door_recall(door, method->operation, args, count, names, &call);
+    if (found.plan == NULL)
+        return Py_NewRef(Py_NotImplemented);
+    call.path = path;
+    call.kind = method->kind;
+    if (!makes_result(&call))
+        call.result = Py_NewRef(call.dst != NULL ? call.dst->array : Py_None);
+    else
+        call.result = new_array(call.core, call.x, call.dst);
+    PyObject *done = call.result == NULL ? NULL : Py_NewRef(Py_NotImplemented);
+    if (done != NULL && (call.dst == NULL || call.dst->dtype >= 0)) {
+        Py_DECREF(done);
+        done = make(door, &call, found);
+    } else {
+        Py_DECREF(found.plan);
+    }
+    Py_XDECREF(call.result);
+    return done;
+}
+
 PyObject *call_collective(const Method *method, Gate *path, PyObject *const *args, Py_ssize_t count,
                           PyObject *names)
 {
     const struct core *core = method->core;
     const struct operation *operation = method->operation;
+    /* Keep the door: while the call waits, other code may close the communicator. */
+    PyObject *owner = (PyObject *)path, *door = read_field(owner, &path->doors[operation->door]);
+    int is_due, is_open = door != NULL && Py_TYPE(door) == core->door_type;
+    PyObject *done = is_open && can_make(operation, ((Door *)door)->ring, &is_due) && !is_due
+                         ? make_again((Door *)door, method, path, args, count, names)
+                         : Py_NewRef(Py_NotImplemented);
     PyObject *given[ARGUMENTS] = {
         Py_None, Py_None, operation->folds ? core->names[NAME_SUM] : Py_None, Py_None,
         operation->who == EVERYBODY ? Py_None : core->zero, Py_None, Py_False, Py_None,
         core->zero};
-    int sorted = sort_arguments(core, operation, args, count, names, given);
-    /* With counts the ranks need not ask each other for lengths, so the general door serves. */
-    int which = given[COUNTS] == Py_None ? (int)operation->door : OF_ALL;
-    /* Keep the door: while the call waits, other code may close the communicator. */
-    PyObject *door = read_field((PyObject *)path, &path->doors[which]), *done = NULL;
+    if (done != Py_NotImplemented || !sort_arguments(core, operation, args, count, names, given)) {
+        Py_XDECREF(door);
+        return done;
+    }
+    if (given[COUNTS] != Py_None) {
+        /* With counts the ranks need not ask each other for lengths, so the general door serves. */
+        Py_XDECREF(door);
+        door = read_field(owner, &path->doors[OF_ALL]);
+    }
     struct call call = {
         .core = core, .operation = operation, .path = path, .kind = method->kind};
     PyObject *thaw = NULL;
     enum outcome plain = FALL_BACK;
-    if (sorted && door != NULL && Py_TYPE(door) == core->door_type
+    if (door != NULL && Py_TYPE(door) == core->door_type
         && can_make(operation, ((Door *)door)->ring, &call.is_due)) {
         /* An array that never changes is no output, and is itself the root's result. */
         if (operation->who != FROM_ROOT && given[OUT] == Py_None
@@ -353,10 +387,19 @@ PyObject *call_collective(const Method *method, Gate *path, PyObject *const *arg
         call.is_thawed = thaw != NULL;
         plain = read_call((Door *)door, &call, given);
     }
-    if (plain == DONE)
-        done = make((Door *)door, &call);
-    else if (plain == FALL_BACK)
-        done = Py_NewRef(Py_NotImplemented);
+    if (plain != FALL_BACK) {
+        Py_DECREF(done);
+        struct found found = {NULL, NULL, NULL};
+        if (plain == DONE)
+            found = door_find((Door *)door, &call);
+        if (found.plan != NULL) {
+            if (found.request == NULL)
+                door_remember((Door *)door, &call, found.plan, args, count, names);
+            done = make((Door *)door, &call, found);
+        } else {
+            done = PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
+        }
+    }
     if (thaw != NULL)
         done = frozen(core, done);
     Py_XDECREF(thaw);

@@ -139,6 +139,85 @@ struct found door_find(Door *door, const struct call *call)
     return found;
 }
 
+/* -- calls as they were made ------------------------------------------------------------------ */
+
+/* Returns the place of a call in the table of those made. A program that has a few buffers calls with
+   one after the other. */
+static struct made *made_at(Door *door, const struct operation *operation, PyObject *x)
+{
+    return &door->made[((uintptr_t)operation / 8 + (uintptr_t)x / 16) % REMEMBERED];
+}
+
+/* Copies a call. Its arrays are in its own views. */
+static void copy_call(struct call *to, const struct call *from)
+{
+    *to = *from;
+    to->src = from->src != NULL ? to->views + (from->src - from->views) : NULL;
+    to->dst = from->dst != NULL ? to->views + (from->dst - from->views) : NULL;
+}
+
+/* Gives a call other references, and returns those that it had in their place. They are dropped
+   afterwards: a finalizer may make a call through this door. */
+static void exchange_kept(struct made *made, PyObject **kept)
+{
+    PyObject *old[MADE_REFERENCES];
+    memcpy(old, &made->plan, sizeof old);
+    memcpy(&made->plan, kept, sizeof old);
+    memcpy(kept, old, sizeof old);
+}
+
+/* Whether a call was made before with these arguments, and they have what they had. */
+static int is_again(const struct made *made, const struct operation *operation, PyObject *const *args,
+                    Py_ssize_t count, PyObject *names)
+{
+    const struct call *call = &made->call;
+    Py_ssize_t all = count + (names == NULL ? 0 : PyTuple_Size(names));
+    if (made->plan == NULL || call->operation != operation || made->names != names
+        || made->count != count || all > ARGUMENTS)
+        return 0;
+    for (Py_ssize_t i = 0; i < all; i++)
+        if (args[i] != made->args[i])
+            return 0;
+    return (operation->shape == NONE || is_same(call->core, &call->views[0]))
+           && (call->dst != &call->views[1] || makes_result(call)
+               || is_same(call->core, &call->views[1]));
+}
+
+struct found door_recall(Door *door, const struct operation *operation, PyObject *const *args,
+                         Py_ssize_t count, PyObject *names, struct call *call)
+{
+    struct found found = {NULL, NULL, NULL};
+    if (PyList_Size(door->queue) != 0)
+        return found;
+    Py_BEGIN_CRITICAL_SECTION(door);
+    const struct made *made = made_at(door, operation, count ? args[0] : NULL);
+    if (is_again(made, operation, args, count, names)) {
+        copy_call(call, &made->call);
+        found.plan = Py_NewRef(made->plan);
+    }
+    Py_END_CRITICAL_SECTION();
+    return found;
+}
+
+void door_remember(Door *door, const struct call *call, PyObject *plan, PyObject *const *args,
+                   Py_ssize_t count, PyObject *names)
+{
+    Py_ssize_t all = count + (names == NULL ? 0 : PyTuple_Size(names));
+    if (call->division != NULL || call->counts != NULL || call->is_thawed || all > ARGUMENTS
+        || (call->operation->shape != NONE && !is_same(call->core, &call->views[0])))
+        return;
+    PyObject *kept[MADE_REFERENCES] = {Py_NewRef(plan), Py_XNewRef(names), Py_XNewRef(call->op),
+                                       Py_XNewRef(call->order), Py_XNewRef(call->root_object)};
+    Py_BEGIN_CRITICAL_SECTION(door);
+    struct made *made = made_at(door, call->operation, count ? args[0] : NULL);
+    exchange_kept(made, kept);
+    made->count = count;
+    memcpy(made->args, args, (size_t)all * sizeof *args);
+    copy_call(&made->call, call);
+    Py_END_CRITICAL_SECTION();
+    references_clear(kept, MADE_REFERENCES);
+}
+
 static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     PyObject *ring, *queue;
@@ -168,6 +247,11 @@ static int door_traverse(PyObject *object, visitproc visit, void *arg)
         if (stop)
             return stop;
     }
+    for (int i = 0; i < REMEMBERED; i++) {
+        int stop = references_visit(&((Door *)object)->made[i].plan, MADE_REFERENCES, visit, arg);
+        if (stop)
+            return stop;
+    }
     return object_traverse(object, visit, arg);
 }
 
@@ -177,6 +261,11 @@ static int door_clear(PyObject *object)
         struct entry *entry = ((Door *)object)->table[i];
         ((Door *)object)->table[i] = NULL;
         forget(entry);
+    }
+    for (int i = 0; i < REMEMBERED; i++) {
+        PyObject *kept[MADE_REFERENCES] = {NULL};
+        exchange_kept(&((Door *)object)->made[i], kept);
+        references_clear(kept, MADE_REFERENCES);
     }
     return 0;
 }

@@ -49,7 +49,10 @@ struct ring {
                                 then a bit for each of `ways` whose next message it will fetch */
     uint64_t seen;           /* theirs, as last loaded */
     unsigned char *data;
-    struct ways ways[3];     /* of a receiver: for messages below 1 MiB, below 8 MiB, and longer */
+    size_t left;             /* of a receiver: bytes of the running message that it has not read */
+    size_t words, room;      /* of a head: bytes of its words, and of the elements, in the ring */
+    struct ways ways[6];     /* of a receiver: for messages below 1 MiB, below 8 MiB, and longer; and for
+                                the same of calls that send, too */
 };
 
 /* Bytes that are read ahead of a stream, and so the longest message that is copied twice. */
@@ -190,6 +193,7 @@ struct exchange {
     uint64_t end;           /* position at which the received message ends */
     int64_t since;          /* when a long message was found, or 0 */
     int fetches, fetched;   /* whether it is to be fetched at once; whether it has been fetched */
+    int both;               /* whether the call sends a long message, too */
     int64_t mark;           /* the mark that the received message must have; 0 for any */
     int differs;            /* whether it had another, and has been dropped */
     int64_t asked;          /* number of the announced message whose bytes it waits for, or 0 */
@@ -229,8 +233,10 @@ void exchange_fetched(struct exchange *x);
    notes at its end what it has cost. */
 void exchange_choose(struct exchange *x, int64_t now);
 void exchange_timed(struct exchange *x, int64_t now);
-/* Returns whether the receiver will claim a message of this length at once. */
+/* Returns whether the receiver will claim a message of this length at once, if it sends none. */
 int ring_fetches(const struct ring *r, size_t nbytes);
+/* Tells an exchange that has begun that its call sends and receives. */
+void exchange_pair(struct exchange *x);
 
 /* Sleeps until the sockets of an exchange over streams have something for it, or for the posted
    operations, for the given seconds at most. */

@@ -2,7 +2,8 @@
    are made over rings. streams_type.c makes those over streams. */
 
 #include "messages_type.h"
-#include "shared.h"
+#include "fetching.h"
+#include "shared_type.h"
 #include "sleeping.h"
 
 #include <sched.h>
@@ -118,12 +119,36 @@ static int raise_damage(const Call *call)
     return x->damage ? -1 : 0;
 }
 
-/* Fetches the rest of a message that has been claimed, and goes on. Returns -1 with an exception. */
+/* Copies the rest of a claimed message from the sender's memory; returns whether the copy is valid. The
+   sender changes that memory only when the receiver has read it, or when the sender has given up and
+   has broken the communicator. So the copy is valid if the communicator is not broken afterwards. */
+static int copy_claimed(const Call *call, size_t rest)
+{
+    const struct exchange *x = &call->exchange;
+    if (call->over->pids == NULL)
+        return 0;
+    PyThreadState *unlocked = PyEval_SaveThread();
+    int copied = fetch_memory((long)call->over->pids[x->from], x->bytes + x->done, x->address + x->done,
+                              rest);
+#ifndef __SANITIZE_THREAD__
+    __atomic_thread_fence(__ATOMIC_ACQUIRE); /* the copy comes before the look at the flag */
+#endif
+    PyEval_RestoreThread(unlocked);
+    return copied && !is_over(call->over);
+}
+
+/* Fetches the rest of a message that has been claimed, and goes on. If C cannot, Python tries it again
+   and raises the error. Returns -1 with an exception. */
 static int fetch(Call *call)
 {
     struct exchange *x = &call->exchange;
     size_t rest;
     while (!x->damage && (rest = exchange_claim(x)) > 0) {
+        if (copy_claimed(call, rest)) {
+            exchange_fetched(x);
+            go_on_unlocked(call);
+            continue;
+        }
         PyObject *out = PyMemoryView_FromMemory(x->bytes + x->done, (Py_ssize_t)rest, PyBUF_WRITE);
         if (out == NULL || done(PyObject_CallMethod(call->over->python, "fetch", "iKOO", x->from,
                                 (unsigned long long)(uintptr_t)(x->address + x->done), out,
@@ -262,7 +287,7 @@ static int begin(Call *call, struct arrays *arrays, PyObject *const *args)
         || source == m->rank || (sends && to < 0) || (receives && source < -1)
         || (sends && !view_array(over->core, args[0], src))
         || (receives && (!view_array(over->core, args[2], dst) || !dst->writable))
-        || __atomic_load_n((uint64_t *)over->segment.buf, __ATOMIC_ACQUIRE))
+        || is_over(over))
         return 0;
     call->to = (int)to;
     call->source = (int)source;
@@ -281,6 +306,8 @@ static int begin(Call *call, struct arrays *arrays, PyObject *const *args)
                       dst->address, dst->nbytes, heads ? head_of(dst, kind, arrays->fitting) : NULL);
     else if (source >= 0)
         exchange_drain(x, (int)source, tag);
+    if (sends && receives && !overlap)
+        exchange_pair(x);
     return 1;
 }
 
@@ -340,6 +367,7 @@ static void messages_dealloc(PyObject *object)
         PyBuffer_Release(&self->segment);
     free(m->in);
     free(self->scratch);
+    free(self->pids);
     object_dealloc(object);
 }
 
@@ -384,18 +412,29 @@ PyObject *messages_function(Messages *self)
     return PyCFunction_New(&exchange_method, (PyObject *)self);
 }
 
+/* Reads the ranks' processes, or None; returns -1 with an exception. */
+static int read_pids(Messages *self, PyObject *pids)
+{
+    if (pids == Py_None)
+        return 0;
+    self->pids = calloc((size_t)self->messages.size, sizeof *self->pids);
+    if (self->pids == NULL)
+        return done(PyErr_NoMemory());
+    return read_words(pids, self->messages.size, self->pids);
+}
+
 static PyObject *make_messages(PyObject *module, PyObject *args)
 {
-    PyObject *segment, *python, *function = NULL;
+    PyObject *segment, *python, *function = NULL, *pids = Py_None;
     Py_ssize_t rings_at, ring_bytes, lines = 0;
     Messages *self = object_new(((struct core *)PyModule_GetState(module))->messages_type,
                                 REFERENCES(Messages, python));
     if (self == NULL)
         return NULL;
     struct messages *m = &self->messages;
-    if (!PyArg_ParseTuple(args, "OiinnipO|n:make_messages", &segment, &m->rank, &m->size, &rings_at,
+    if (!PyArg_ParseTuple(args, "OiinnipO|nO:make_messages", &segment, &m->rank, &m->size, &rings_at,
                           &ring_bytes, &self->looks, &self->single_copy, &python,
-                          &lines)
+                          &lines, &pids)
         || PyObject_GetBuffer(segment, &self->segment, PyBUF_WRITABLE) < 0)
         goto finished;
     self->python = Py_NewRef(python);
@@ -408,7 +447,7 @@ static PyObject *make_messages(PyObject *module, PyObject *args)
         || (self->segment.len - rings_at) / (4096 + ring_bytes) < m->size * (m->size - 1)) {
         PyErr_SetString(PyExc_ValueError, "make_messages: a number is out of its range, or the "
                                           "rings are not in the segment");
-    } else if (messages_allocate(m, &rings) == 0) {
+    } else if (read_pids(self, pids) == 0 && messages_allocate(m, &rings) == 0) {
         if (lines > SLEEPERS_AT) {
             m->sleepers = (uint32_t *)((char *)self->segment.buf + SLEEPERS_AT);
             m->asleep = (uint64_t *)((char *)self->segment.buf + lines) + ASLEEP;
@@ -437,7 +476,7 @@ Messages *messages_of(const struct core *core, PyObject *exchange)
 static PyMethodDef messages_functions[] = {
     {"make_messages", make_messages, METH_VARARGS,
      "make_messages(segment, rank, size, rings, ring_bytes, looks, single_copy, python,"
-     " lines=0, /)"
+     " lines=0, pids=None, /)"
      "\n--\n\n"
      "Return a function that exchanges messages; see collective.native.messages."},
     {NULL, NULL, 0, NULL}};

@@ -12,6 +12,7 @@ typedef struct {
     struct messages messages;
     Py_buffer segment; /* shared memory or a flag; its first word is not 0 when a rank has failed */
     int looks, single_copy;
+    uint64_t *pids;  /* rings: the ranks' processes, whose memory C may read; or NULL */
     int users, closing; /* streams: threads in a call; whether the last of them closes the sockets */
     int shut;        /* whether nothing more may be posted */
     int busy;        /* whether a collective call is running */
@@ -35,6 +36,12 @@ typedef struct {
 } Call;
 
 enum { NOBODY = -2 };
+
+/* Whether some rank has failed. */
+static inline int is_over(const Messages *over)
+{
+    return __atomic_load_n((uint64_t *)over->segment.buf, __ATOMIC_ACQUIRE) != 0;
+}
 
 /* Finishes an exchange that has begun; returns -1 with an exception. The call's arrays are held. If the
    interpreter lock was released, it is released afterwards, too; after an exception it is not. */

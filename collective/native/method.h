@@ -55,14 +55,6 @@ enum message_kind { SEND, RECV, SENDRECV, MESSAGES };
 #define ENTRIES 2048
 #define PLACES 32
 
-/* Several threads may use a door, so the table is read and changed in critical sections. */
-typedef struct {
-    CORE_HEAD
-    PyObject *ring, *queue; /* the Ring of the calls, and the list of those in the background */
-    int rank, size;
-    struct entry *table[ENTRIES]; /* NULL where no call has come yet */
-} Door;
-
 /* The attributes of a path that every call reads. Python sets them. C reads them from the struct,
    since a look-up by name takes a tenth of the time of a small call. */
 typedef struct {
@@ -107,6 +99,30 @@ struct call {
     int is_due;    /* whether the ranks compare the results of this call */
 };
 
+/* Number of calls that a door remembers as they were made. */
+#define REMEMBERED 8
+
+/* A call on NumPy's arrays that has gone through a plan in C. If a program makes it again, C need not
+   read the arguments again. The other arguments are kept, so equal addresses are equal objects. The
+   arrays are not kept: another array may be at the address of one, and each array may have changed. So
+   is_same() compares what was viewed. */
+struct made {
+    PyObject *plan, *names, *op, *order, *root; /* plan: NULL before the first call */
+    PyObject *args[ARGUMENTS]; /* borrowed: those by position, then those by name */
+    Py_ssize_t count;          /* of those by position */
+    struct call call;          /* as it was read */
+};
+enum { MADE_REFERENCES = 5 };
+
+/* Several threads may use a door, so the tables are read and changed in critical sections. */
+typedef struct {
+    CORE_HEAD
+    PyObject *ring, *queue; /* the Ring of the calls, and the list of those in the background */
+    int rank, size;
+    struct entry *table[ENTRIES]; /* NULL where no call has come yet */
+    struct made made[REMEMBERED];
+} Door;
+
 /* What a call needs of its entry, with references: while the call runs, another thread, a signal
    handler or a finalizer may make calls, too, and replace the entry. */
 struct found {
@@ -128,6 +144,21 @@ PyObject *call_message(const Method *method, Gate *path, PyObject *const *args, 
 /* Finds the plan of a call in the table, or has Python make the plan. Returns no plan with an
    exception, or without one if Python must make the call. */
 struct found door_find(Door *door, const struct call *call);
+
+/* Sets *call to the same call on the same arrays, made through this door before, but for its result,
+   path and class; returns its plan. Returns no plan if the door remembers no such call. */
+struct found door_recall(Door *door, const struct operation *operation, PyObject *const *args,
+                         Py_ssize_t count, PyObject *names, struct call *call);
+
+/* Remembers a call that has been read and has the plan. */
+void door_remember(Door *door, const struct call *call, PyObject *plan, PyObject *const *args,
+                   Py_ssize_t count, PyObject *names);
+
+/* Whether a call's result is an array that C makes. */
+static inline int makes_result(const struct call *call)
+{
+    return call->dst == &call->views[1] && call->out == Py_None;
+}
 
 /* Whether the call's arrays still have the memory that they had when they were viewed. */
 static inline int are_there(const struct call *call)

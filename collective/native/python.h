@@ -100,6 +100,9 @@ struct core {
     PyObject *names[NAMES];
     PyObject *descrs[DTYPES];      /* NumPy's dtypes, each of them a single object; or all NULL */
     PyObject *tensor_types[2];     /* exactly these: a subclass may behave differently */
+    /* PyArray_NewFromDescr of NumPy's C API; NULL if the descrs are. */
+    PyObject *(*new_numpy)(PyTypeObject *, PyObject *descr, int ndim, const Py_ssize_t *shape,
+                           const Py_ssize_t *strides, void *data, int flags, PyObject *base);
     const struct dl_exchange *torch; /* NULL until see_tensors() */
     Py_ssize_t resizable_at; /* bytes from a storage's address to its flag, or 0 */
     struct hold *holds;      /* all that live */
@@ -169,12 +172,16 @@ void hold_all(const struct core *core, PyObject *arrays, PyObject **held);
 int is_numpy(const struct core *core, PyObject *array);
 int is_tensor(const struct core *core, PyObject *array);
 
-/* Makes an array with the class and dtype of another array, and with the shape of a view. */
-PyObject *new_array(const struct core *core, PyObject *like, const struct view *view);
+/* Makes an array with the class and dtype of another array, and with the shape and the dtype of a view,
+   and views it. Returns NULL with an exception. Sets view->dtype to -1 if Python must handle the array. */
+PyObject *new_array(const struct core *core, PyObject *like, struct view *view);
 
 /* Does the same for a NumPy array whose memory a framework can use without a copy, unless it is so
    short that the framework copies it in less time. */
-PyObject *aligned_array(const struct core *core, PyObject *like, const struct view *view);
+PyObject *aligned_array(const struct core *core, PyObject *like, struct view *view);
+
+/* Whether an array is NumPy's, and has what another one at this address had when it was viewed. */
+int is_same(const struct core *core, const struct view *view);
 
 /* Returns the fold of an operator, by its name, for a dtype, by its code; NULL if there is none. */
 fold_function *fold_of(const char *op, int dtype, int level);

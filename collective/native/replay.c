@@ -220,11 +220,6 @@ static int fits(const Replay *self, enum base base, const struct view *view)
     return self->bytes[base] == 0 || (view != NULL && view->nbytes == self->bytes[base]);
 }
 
-static int is_over(const Messages *over)
-{
-    return __atomic_load_n((uint64_t *)over->segment.buf, __ATOMIC_ACQUIRE) != 0;
-}
-
 /* Raises the error of a call on a communicator that is broken or closed; returns -1. */
 static int raise_over(const Call *call)
 {

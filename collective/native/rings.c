@@ -6,6 +6,11 @@
    has written, and overwrites only bytes that the receiver has announced as read. So a message may
    be longer than the ring: one end writes a part while the other end reads the part before.
 
+   A head is a message of HEAD_BYTES, but of a short array most of them have no meaning: the last words
+   are zero, and what follows the elements is padding. The ring has neither. Where a prefix has an
+   address, that of a head has the lengths of its two parts, as a negative number. So a head of one
+   number takes 72 bytes of the ring, and not 1,048.
+
    A ring holds only a small part of a long message. If the sender has no processor, the receiver
    claims the message: the receiver knows the address of the message and has the kernel copy the
    rest of it. Then the receiver announces that it has read the whole message, and the sender goes
@@ -21,7 +26,8 @@
    virtual machine may change these from one second to the next. So a receiver measures both ways.
    It tells the sender what it will do with the next message, in a word beside its claim. The word is
    a hint: the sender then leaves most of the message to the receiver. A message that is not claimed
-   arrives all the same.
+   arrives all the same. If a rank sends and receives in one call, both copies through the rings are work
+   of its own processor. So the costs of such calls are measured apart from the others.
 
    tests/native/test_ring_model.py tries all interleavings of the two ends. */
 
@@ -110,10 +116,69 @@ static int claimed(struct exchange *x, struct end *e)
     return 1;
 }
 
+/* The word of a prefix that tells the two lengths of a head. */
+static int64_t lengths_word(size_t words, size_t room)
+{
+    return -(int64_t)(room * HEAD_BYTES + words);
+}
+
+/* Leaves out of a message's head what has no meaning; once, before the message is sent. */
+static void shorten_head(struct exchange *x)
+{
+    struct piece *head = x->pieces, *pad = head + 1;
+    const int64_t *words = x->words + PREFIX;
+    if (head->bytes != (const char *)x->words || head->nbytes != 8 * (PREFIX + HEAD_WORDS)
+        || x->words[2] != 0)
+        return;
+    size_t used = HEAD_WORDS, room = pad->bytes != NULL ? pad->nbytes : 0;
+    while (used > 1 && words[used - 1] == 0)
+        used--;
+    pad += room > 0;
+    head->nbytes = 8 * (PREFIX + used);
+    x->words[2] = lengths_word(8 * used, room);
+    x->stop -= 8 * (HEAD_WORDS - used);
+    if (room < HEAD_ROOM) { /* otherwise there is no padding */
+        x->stop -= pad->nbytes - -room % 8;
+        pad->nbytes = -room % 8;
+        x->count -= pad->nbytes == 0 && pad == &x->pieces[x->count - 1];
+    }
+}
+
+/* Takes note of the prefix of the next message. */
+static void note_prefix(struct exchange *x, struct ring *r, int64_t *words)
+{
+    int64_t lengths = words[2];
+    r->left = (size_t)words[0];
+    r->words = r->room = 0;
+    if (lengths >= 0)
+        return;
+    r->room = (0 - (size_t)lengths) / HEAD_BYTES;
+    r->words = (0 - (size_t)lengths) % HEAD_BYTES;
+    words[2] = 0;
+    if (r->left != HEAD_BYTES || r->room > HEAD_ROOM || r->words > 8 * HEAD_WORDS || r->words % 8)
+        x->damage = "a head of impossible lengths";
+}
+
+/* Sets how many bytes at one place of a message are in the ring; or returns how many are not. */
+static size_t missing(const struct ring *r, size_t nbytes, size_t done, size_t *count)
+{
+    *count = nbytes - done;
+    if (r->words == 0)
+        return 0;
+    size_t end = 8 * HEAD_WORDS + r->room;
+    if (done < r->words || (done >= 8 * HEAD_WORDS && done < end)) {
+        *count = (done < r->words ? r->words : end) - done;
+        return 0;
+    }
+    return done < 8 * HEAD_WORDS ? 8 * HEAD_WORDS - done : nbytes - done;
+}
+
 static int send_pieces(struct exchange *x, struct end *e)
 {
     struct ring *r = &e->ring;
     size_t capacity = x->messages->capacity, room;
+    if (x->at == 0)
+        shorten_head(x);
     /* Only whole words are announced, since the receiver rounds its count up to whole words. */
     uint64_t announced = e->position;
     while (x->at < x->count && !claimed(x, e) && (room = ready(x, e, x->ahead, 1)) > 0) {
@@ -147,8 +212,18 @@ static int read_bytes(struct exchange *x, struct end *e, char *to, size_t nbytes
     struct ring *r = &e->ring;
     size_t capacity = x->messages->capacity, there;
     int around = beyond_caches(2 * nbytes, 0); /* the sender's array and the receiver's */
-    while (*done < nbytes && (there = ready(x, e, 0, 1)) > 0) {
-        size_t left = nbytes - *done, count = smaller(smaller(left, there), chunk_of(left));
+    int is_prefix = r->left == 0 && *done < nbytes;
+    while (*done < nbytes) {
+        size_t left = nbytes - *done, count, gap = is_prefix ? 0 : missing(r, nbytes, *done, &left);
+        if (gap > 0) {
+            memset(to + *done, 0, gap);
+            *done += gap;
+            r->left -= gap;
+            continue;
+        }
+        if ((there = ready(x, e, 0, 1)) == 0)
+            break;
+        count = smaller(smaller(left, there), chunk_of(left));
         size_t at = e->position % capacity, first = smaller(count, capacity - at);
         copy_to_result(to + *done, (char *)r->data + at, first, around);
         copy_to_result(to + *done + first, (char *)r->data, count - first, around);
@@ -156,7 +231,10 @@ static int read_bytes(struct exchange *x, struct end *e, char *to, size_t nbytes
         x->moved += count;
         e->position += (count + 7) / 8 * 8;
         announce(r->mine, e->position);
+        r->left -= is_prefix ? 0 : count;
     }
+    if (is_prefix && *done == nbytes)
+        note_prefix(x, r, (int64_t *)(void *)to);
     return *done == nbytes;
 }
 
@@ -176,13 +254,14 @@ void exchange_fetched(struct exchange *x)
     x->fetched = 1;
     x->done = x->nbytes;
     x->messages->in[x->from].position = x->end;
+    x->messages->in[x->from].ring.left = 0;
 }
 
 /* -- one copy or two ---------------------------------------------------------------------- */
 
 /* Bytes from which a receiver measures: shorter messages take about as long as asking the kernel. */
 #ifndef MEASURED_BYTES
-#define MEASURED_BYTES ((size_t)128 << 10)
+#define MEASURED_BYTES ((size_t)64 << 10)
 #endif
 /* Messages after which the way that costs more is tried again; the number doubles up to the most as
    long as the same way is better. */
@@ -193,21 +272,37 @@ enum { FIRST_PAUSE = 8, MOST_PAUSE = 512 };
 /* The ways change only if the other one costs less than this share. */
 #define LESS 0.9
 
-static int length_of(size_t nbytes)
+/* Returns the place among the ways of a ring. */
+static int place_of(size_t nbytes, int both)
 {
-    return nbytes < (size_t)1 << 20 ? 0 : nbytes < (size_t)8 << 20 ? 1 : 2;
+    return (nbytes < (size_t)1 << 20 ? 0 : nbytes < (size_t)8 << 20 ? 1 : 2) + (both ? 3 : 0);
+}
+
+static int fetches(const struct ring *r, size_t nbytes, int both)
+{
+    return nbytes >= MEASURED_BYTES
+           && (__atomic_load_n(r->claim + 1, __ATOMIC_RELAXED) >> place_of(nbytes, both) & 1);
 }
 
 int ring_fetches(const struct ring *r, size_t nbytes)
 {
-    return nbytes >= MEASURED_BYTES
-           && (__atomic_load_n(r->claim + 1, __ATOMIC_RELAXED) >> length_of(nbytes) & 1);
+    return fetches(r, nbytes, 0);
+}
+
+void exchange_pair(struct exchange *x)
+{
+    x->both = x->claimable;
+    if (x->both && x->messages->carrier == &rings) {
+        size_t nbytes = x->pieces[x->lead + 1].nbytes, capacity = x->messages->capacity;
+        x->ahead = fetches(&x->messages->out[x->to].ring, nbytes, 1) ? smaller(capacity, MEASURED_BYTES)
+                                                                     : capacity;
+    }
 }
 
 void exchange_choose(struct exchange *x, int64_t now)
 {
     x->since = now;
-    x->fetches = x->address != NULL && ring_fetches(&x->messages->in[x->from].ring, x->nbytes);
+    x->fetches = x->address != NULL && fetches(&x->messages->in[x->from].ring, x->nbytes, x->both);
 }
 
 void exchange_timed(struct exchange *x, int64_t now)
@@ -215,8 +310,8 @@ void exchange_timed(struct exchange *x, int64_t now)
     struct ring *r = &x->messages->in[x->from].ring;
     if (x->address == NULL || x->nbytes < MEASURED_BYTES || x->fetched != x->fetches)
         return;
-    int length = length_of(x->nbytes);
-    struct ways *w = &r->ways[length];
+    int place = place_of(x->nbytes, x->both);
+    struct ways *w = &r->ways[place];
     double cost = (double)(now - x->since) / (double)x->nbytes, *known = &w->cost[x->fetched];
     *known = *known == 0 || cost < GROWTH * *known ? cost : GROWTH * *known;
     int better = w->better ? w->cost[0] >= LESS * w->cost[1] : w->cost[1] < LESS * w->cost[0];
@@ -227,7 +322,7 @@ void exchange_timed(struct exchange *x, int64_t now)
         fetches = !better;
         w->left = w->pause = w->pause < MOST_PAUSE ? 2 * w->pause : MOST_PAUSE;
     }
-    uint64_t bits = __atomic_load_n(r->claim + 1, __ATOMIC_RELAXED), bit = UINT64_C(1) << length;
+    uint64_t bits = __atomic_load_n(r->claim + 1, __ATOMIC_RELAXED), bit = UINT64_C(1) << place;
     if (!(bits & bit) != !fetches)
         __atomic_store_n(r->claim + 1, bits ^ bit, __ATOMIC_RELAXED);
 }

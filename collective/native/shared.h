@@ -136,16 +136,44 @@ void shared_locate(struct shared *shared, const struct plan *plan, const void *s
                    const void *dst);
 int shared_call(struct shared *shared, const struct plan *plan, const void *src, void *dst);
 
-/* Whether this rank has an input, whether it gets an output, and the bytes of both. */
-int sends(const struct shared *shared, const struct plan *plan);
-int takes(const struct shared *shared, const struct plan *plan);
-size_t input_bytes(const struct shared *shared, const struct plan *plan);
-size_t output_bytes(const struct shared *shared, const struct plan *plan);
+/* Whether an operation is one of those in a set of bits. */
+static inline int is_one_of(const struct plan *p, unsigned operations)
+{
+    return (operations >> p->operation & 1) != 0;
+}
+
+/* Whether only the root has an input. */
+static inline int from_root(const struct plan *p)
+{
+    return is_one_of(p, 1u << BROADCAST | 1u << SCATTER);
+}
 
 /* Whether a rank gets only its piece of an input; whether its output joins pieces of several
    ranks. */
-int splits(const struct plan *plan);
-int joins(const struct plan *plan);
+static inline int splits(const struct plan *p)
+{
+    return is_one_of(p, 1u << REDUCE_SCATTER | 1u << ALL_TO_ALL | 1u << SCATTER);
+}
+
+static inline int joins(const struct plan *p)
+{
+    return is_one_of(p, 1u << ALL_GATHER | 1u << GATHER | 1u << ALL_TO_ALL);
+}
+
+/* Whether this rank has an input, whether it gets an output, and the bytes of both. */
+static inline int sends(const struct shared *s, const struct plan *p)
+{
+    return p->operation != BARRIER && (!from_root(p) || s->rank == p->root);
+}
+
+static inline int takes(const struct shared *s, const struct plan *p)
+{
+    return p->operation != BARRIER
+           && (!is_one_of(p, 1u << REDUCE | 1u << GATHER) || s->rank == p->root);
+}
+
+size_t input_bytes(const struct shared *shared, const struct plan *plan);
+size_t output_bytes(const struct shared *shared, const struct plan *plan);
 
 /* Returns the number of segments in which this rank's part begins at or before an address. */
 size_t segments_until(const struct shared *shared, const char *address);

@@ -118,8 +118,9 @@ static int answers(PyObject *tensor, PyObject *method)
     return yes;
 }
 
+/* Views a tensor. A new one, which C has made, is neither negated nor conjugated. */
 static int view_tensor(const struct core *core, const struct dl_exchange *torch, PyObject *array,
-                       struct view *view)
+                       struct view *view, int is_new)
 {
     struct dl_tensor tensor;
     if (torch->tensor_from_object(array, &tensor) < 0 || tensor.device != DL_CPU)
@@ -137,8 +138,10 @@ static int view_tensor(const struct core *core, const struct dl_exchange *torch,
     view->writable = 1;
     int dtype = view->dtype;
     /* The memory of a tensor that is lazily negated or conjugated does not hold its values. */
-    if (dtype < 0 || (tensor.data == NULL && stride) || (dtype >= FLOAT16 && answers(array, core->names[NAME_IS_NEG]))
-        || ((dtype == COMPLEX64 || dtype == COMPLEX128) && answers(array, core->names[NAME_IS_CONJ])))
+    if (dtype < 0 || (tensor.data == NULL && stride)
+        || (dtype >= FLOAT16 && !is_new && answers(array, core->names[NAME_IS_NEG]))
+        || ((dtype == COMPLEX64 || dtype == COMPLEX128) && !is_new
+            && answers(array, core->names[NAME_IS_CONJ])))
         return 0;
     return set_shape(view, tensor.ndim, tensor.shape, (size_t)stride * item_bytes[view->dtype]);
 }
@@ -157,16 +160,31 @@ int is_tensor(const struct core *core, PyObject *array)
     return torch_of(core, array) != NULL;
 }
 
-int view_array(const struct core *core, PyObject *array, struct view *view)
+static int view_any(const struct core *core, PyObject *array, struct view *view, int is_new)
 {
     const struct dl_exchange *torch;
     view->array = array;
     if (is_numpy(core, array)
             ? view_fields(core, (struct numpy_array *)array, view) || view_buffer(array, view)
-            : (torch = torch_of(core, array)) != NULL && view_tensor(core, torch, array, view))
+            : (torch = torch_of(core, array)) != NULL && view_tensor(core, torch, array, view, is_new))
         return 1;
     PyErr_Clear();
     return 0;
+}
+
+int view_array(const struct core *core, PyObject *array, struct view *view)
+{
+    return view_any(core, array, view, 0);
+}
+
+int is_same(const struct core *core, const struct view *view)
+{
+    const struct numpy_array *array = (const struct numpy_array *)view->array;
+    return is_numpy(core, view->array) && array->data == view->address
+           && array->descr == core->descrs[view->dtype] && array->ndim == view->ndim
+           && (array->flags & PLAIN) == PLAIN && !(array->flags & WARNS)
+           && !(array->flags & WRITEABLE) == !view->writable
+           && memcmp(array->shape, view->shape, sizeof *view->shape * (size_t)view->ndim) == 0;
 }
 
 int is_numpy(const struct core *core, PyObject *array)
@@ -204,8 +222,30 @@ static PyObject *shape_of(const struct view *view)
     return shape;
 }
 
-PyObject *new_array(const struct core *core, PyObject *like, const struct view *view)
+static size_t nbytes_of(const struct view *view)
 {
+    return length(view->ndim, (const Py_ssize_t *)view->shape) * item_bytes[view->dtype];
+}
+
+/* Makes NumPy's array without the call of empty(), which takes a fifth of a small call. */
+static PyObject *new_numpy(const struct core *core, PyObject *like, struct view *view)
+{
+    PyObject *descr = Py_NewRef(((struct numpy_array *)like)->descr); /* the function steals it */
+    PyObject *made = core->new_numpy(core->ndarray, descr, view->ndim, (Py_ssize_t *)view->shape, NULL,
+                                     NULL, 0, NULL);
+    view->array = made;
+    view->address = made != NULL ? ((struct numpy_array *)made)->data : NULL;
+    view->writable = 1;
+    view->nbytes = nbytes_of(view);
+    if ((uintptr_t)view->address % 8)
+        view->dtype = -1;
+    return made;
+}
+
+PyObject *new_array(const struct core *core, PyObject *like, struct view *view)
+{
+    if (core->new_numpy != NULL && is_numpy(core, like))
+        return new_numpy(core, like, view);
     PyObject *shape = shape_of(view), *dtype = NULL, *made = NULL;
     if (shape != NULL && !is_numpy(core, like))
         made = PyObject_CallMethodObjArgs(like, core->names[NAME_NEW_EMPTY], shape, NULL);
@@ -213,6 +253,8 @@ PyObject *new_array(const struct core *core, PyObject *like, const struct view *
         made = PyObject_CallFunctionObjArgs(core->empty, shape, dtype, NULL);
     Py_XDECREF(dtype);
     Py_XDECREF(shape);
+    if (made != NULL && !view_any(core, made, view, 1))
+        view->dtype = -1;
     return made;
 }
 
@@ -222,12 +264,9 @@ PyObject *new_array(const struct core *core, PyObject *like, const struct view *
    memory. */
 #define COPIED_BYTES (16 << 10)
 
-PyObject *aligned_array(const struct core *core, PyObject *like, const struct view *view)
+PyObject *aligned_array(const struct core *core, PyObject *like, struct view *view)
 {
-    /* Only the shape and the dtype of the view are those of the new array. */
-    size_t nbytes = item_bytes[view->dtype];
-    for (int i = 0; i < view->ndim; i++)
-        nbytes *= (size_t)view->shape[i];
+    size_t nbytes = nbytes_of(view);
     if (nbytes <= COPIED_BYTES)
         return new_array(core, like, view);
     PyObject *shape = shape_of(view), *dtype = PyObject_GetAttr(like, core->names[NAME_DTYPE]);
@@ -241,6 +280,8 @@ PyObject *aligned_array(const struct core *core, PyObject *like, const struct vi
     Py_XDECREF(shape);
     Py_XDECREF(dtype);
     Py_XDECREF(room);
+    if (made != NULL && !view_array(core, made, view))
+        view->dtype = -1;
     return made;
 }
 
@@ -347,6 +388,24 @@ static PyMethodDef functions[] = {
      "Return address, bytes, dtype and shape of an array, and whether it is writable; or None."},
     {NULL, NULL, 0, NULL}};
 
+/* Finds the function that makes NumPy's arrays, in the table of NumPy's C API. The places of that table
+   are the same in all versions of NumPy. */
+static void find_new_numpy(struct core *core)
+{
+    enum { ARRAY_TYPE = 2, NEW_FROM_DESCR = 94 };
+    PyObject *module = PyImport_ImportModule("numpy._core._multiarray_umath");
+    if (module == NULL) { /* NumPy 1 */
+        PyErr_Clear();
+        module = PyImport_ImportModule("numpy.core._multiarray_umath");
+    }
+    PyObject *capsule = module != NULL ? PyObject_GetAttrString(module, "_ARRAY_API") : NULL;
+    void **table = capsule != NULL ? PyCapsule_GetPointer(capsule, NULL) : NULL;
+    if (table != NULL && table[ARRAY_TYPE] == (void *)core->ndarray)
+        memcpy(&core->new_numpy, &table[NEW_FROM_DESCR], sizeof core->new_numpy);
+    Py_XDECREF(capsule);
+    Py_XDECREF(module);
+}
+
 /* Finds NumPy's dtypes, and checks with a test array that the fields of struct numpy_array agree
    with the buffer protocol. If they disagree, forgets the dtypes, so that all arrays are viewed by
    the buffer protocol. */
@@ -361,12 +420,15 @@ static void find_descrs(struct core *core, PyObject *numpy)
     for (int i = 0; i < BFLOAT16; i++)
         core->descrs[i] = PyObject_CallMethod(numpy, "dtype", "s", names[i]);
     int fits = size != NULL && PyLong_AsSsize_t(size) >= (Py_ssize_t)sizeof(struct numpy_array);
+    find_new_numpy(core);
     if (!fits || array == NULL || !view_fields(core, (struct numpy_array *)array, &fields)
         || !view_buffer(array, &buffer) || fields.address != buffer.address
         || fields.nbytes != buffer.nbytes || fields.dtype != buffer.dtype || fields.ndim != 2
-        || fields.shape[0] != 2 || fields.shape[1] != 3 || !fields.writable)
+        || fields.shape[0] != 2 || fields.shape[1] != 3 || !fields.writable) {
+        core->new_numpy = NULL;
         for (int i = 0; i < BFLOAT16; i++)
             Py_CLEAR(core->descrs[i]);
+    }
     Py_XDECREF(size);
     Py_XDECREF(array);
     PyErr_Clear();

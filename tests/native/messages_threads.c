@@ -59,23 +59,39 @@ static const char *message(int call, int rank, int lane)
     return drawn + draw(&state) % OFFSETS;
 }
 
-/* Drive an exchange as messages_type.c does, but read the sender's memory in this process. */
+/* Copy what is left of a message, if it can be claimed. */
+static void fetch(struct exchange *x)
+{
+    size_t rest = exchange_claim(x);
+    if (rest > 0) {
+        memcpy(x->bytes + x->done, x->address + x->done, rest);
+        exchange_fetched(x);
+    }
+}
+
+/* Drive an exchange as messages_type.c does, but read the sender's memory in this process. Each way takes
+   some time that changes from call to call, so that the receivers choose both ways. */
 static void run(struct exchange *x, int call)
 {
+    int64_t now = 1;
     for (int idle = 0; x->pending;) {
-        size_t rest;
-        if (exchange_step(x)) {
+        int steps = exchange_step(x);
+        if (x->pending && x->matched && x->since == 0)
+            exchange_choose(x, now);
+        if (x->pending && x->fetches)
+            fetch(x);
+        if (steps) {
             idle = 0;
         } else if (++idle > LOOKS) {
-            if ((rest = exchange_claim(x)) > 0) {
-                memcpy(x->bytes + x->done, x->address + x->done, rest);
-                exchange_fetched(x);
-            }
+            fetch(x);
             messages_progress(x->messages);
             sched_yield();
         }
         check(x->damage == NULL, x->damage, call, x->messages->rank, x->nbytes);
     }
+    now += (int64_t)(call * 2654435761u >> 8);
+    if (x->since != 0)
+        exchange_timed(x, now);
 }
 
 static size_t length(uint32_t *state)
@@ -93,9 +109,11 @@ static void take_left(struct messages *m, int left, int64_t tag, char *out, size
 {
     struct exchange x;
     char head[HEAD_BYTES];
+    const int64_t words[HEAD_WORDS] = {0, 5, (int64_t)nbytes, 1, (int64_t)nbytes};
     exchange_begin(&x, m);
     exchange_recv(&x, left, left, tag, head, HEAD_BYTES, NULL);
     run(&x, call);
+    check(memcmp(head, words, sizeof words) == 0, "a head", call, m->rank, nbytes);
     memcpy(out, head + HEAD_BYTES - HEAD_ROOM, nbytes <= HEAD_ROOM ? nbytes : 0);
     if (nbytes > HEAD_ROOM) {
         exchange_begin(&x, m);
@@ -155,6 +173,8 @@ static void one_call(struct messages *m, int lane, int call, size_t nbytes, int 
     else
         exchange_recv(&x, any && !misfits ? 0 : left, any && !misfits ? ranks - 1 : left, lane, out,
                       nbytes, misfits ? other : heads ? words : NULL);
+    if (!drains && call % 2)
+        exchange_pair(&x);
     run(&x, call);
     check(x.misfit == misfits && x.draining == drains, "what was left", call, m->rank, nbytes);
     memset(src, 99, nbytes);

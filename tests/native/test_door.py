@@ -289,6 +289,43 @@ def test_invalid_arguments_raise_errors_of_python() -> None:
         assert comm.recorder.started == 0
 
 
+#: What a program may do to an array between two calls on it.
+CHANGES: dict[str, Callable[[Array], Any]] = {
+    "nothing": lambda x: None,
+    "values": lambda x: np.copyto(x, 3),
+    "shape": lambda x: setattr(x, "shape", (2, 4)),
+    "dtype": lambda x: setattr(x, "dtype", np.int32),
+    "longer": lambda x: x.resize(16, refcheck=False),
+    "other strides": lambda x: setattr(x, "strides", (0,)),
+    "read-only": lambda x: setattr(x.flags, "writeable", False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Setting the:DeprecationWarning")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("given", [False, True], ids=["new-out", "out"])
+@on_ranks("pool")
+def test_call_sees_what_changed_since_the_same_call(
+    comm: Communicator, change: str, given: bool
+) -> None:
+    x, out = np.ones(8, np.float32), np.ones(8, np.float32)
+
+    def call() -> Array:
+        return comm.all_reduce(x, out=out if given else None)  # type: ignore[no-any-return]
+
+    for _ in range(3):
+        assert call().tolist() == [2] * 8
+    CHANGES[change](x)
+    CHANGES[change](out)
+    if given and change in ("other strides", "read-only"):
+        with pytest.raises(InvalidArgumentError, match="out"):
+            call()
+        return
+    result = call()
+    assert result.dtype == x.dtype
+    assert result.tolist() == (2 * x).tolist()
+
+
 @on_ranks("pool")
 def test_mismatch_names_source_of_each_call(comm: Communicator) -> None:
     before = comm.recorder.finished

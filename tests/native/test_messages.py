@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -34,14 +35,27 @@ class Ends:
         patient: whether a wait continues; if false, a wait raises.
     """
 
-    def __init__(self, size: int = 2, looks: int = 20, patient: bool = True) -> None:
+    def __init__(
+        self, size: int = 2, looks: int = 20, patient: bool = True, pid: int | None = None
+    ) -> None:
         self.memory = bytearray(RINGS + size * (size - 1) * (PAGE + RING_BYTES))
         self.words = memoryview(self.memory).cast("q")
         self.waits: list[tuple[int, int, int, float]] = []
         self.fetched = 0
         self.patient = patient
         self.each = [
-            core.make_messages(self.memory, rank, size, RINGS, RING_BYTES, looks, True, self)
+            core.make_messages(
+                self.memory,
+                rank,
+                size,
+                RINGS,
+                RING_BYTES,
+                looks,
+                True,
+                self,
+                0,
+                pid and [pid] * size,
+            )
             for rank in range(size)
         ]
 
@@ -220,14 +234,43 @@ def test_mutual_exchange_does_not_deadlock(kind: str, nbytes: int) -> None:
     ]
 
 
-def test_rest_of_message_of_stopped_sender_is_fetched() -> None:
-    ends, x = Ends(patient=False), data(1 << 20)
+@pytest.mark.parametrize(
+    ("pid", "by_python"),
+    [
+        pytest.param(None, True, id="by-Python"),
+        pytest.param(0, False, id="by-C"),
+        pytest.param((1 << 31) - 1, True, id="no-process"),
+    ],
+)
+def test_rest_of_message_of_stopped_sender_is_fetched(pid: int | None, by_python: bool) -> None:
+    ends, x = Ends(patient=False, pid=os.getpid() if pid == 0 else pid), data(1 << 20)
     with pytest.raises(TimeoutError):
         ends.send(x)  # writes the part that fits into the ring
     out = np.empty_like(x)
     assert ends.receive(out) == 0
-    assert ends.fetched > x.nbytes // 2
+    assert (ends.fetched > x.nbytes // 2) == by_python
     assert out.tobytes() == x.tobytes()
+
+
+def test_copy_from_memory_of_rank_that_gave_up_is_refused() -> None:
+    ends: Any = Ends(pid=os.getpid())
+    x = data(1 << 20)
+
+    def wait(advance: Callable[[], int], to: int, *_: Any) -> None:
+        if to == 1:
+            raise TimeoutError("late")
+        with pytest.raises(TimeoutError):
+            ends.send(x)
+        ends.words[0] = 1
+        while advance():
+            pass
+
+    def fetch(*_: Any) -> None:
+        raise Damaged("broken")
+
+    ends.wait, ends.fetch = wait, fetch
+    with pytest.raises(Damaged, match="broken"):
+        ends.receive(np.empty_like(x))
 
 
 def test_message_is_fetched_when_one_through_the_ring_was_measured() -> None:
@@ -323,6 +366,24 @@ def test_invalid_prefix_is_refused(prefix: tuple[int, int, int]) -> None:
     ends.words[RINGS // 8] = 24
     with pytest.raises(Damaged, match="rank 0"):
         ends.receive(np.empty(2))
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param(-(897 * 1024 + 40), id="too many elements"),
+        pytest.param(-136, id="too many words"),
+        pytest.param(-44, id="a part of a word"),
+        pytest.param(-(1 << 63), id="beyond all numbers"),
+    ],
+)
+def test_head_of_impossible_lengths_is_refused(lengths: int) -> None:
+    ends = Ends()
+    at = (RINGS + PAGE) // 8
+    ends.words[at : at + 3] = memoryview(np.array((1024, 0, lengths))).cast("B").cast("q")
+    ends.words[RINGS // 8] = 24
+    with pytest.raises(Damaged, match="impossible lengths"):
+        ends.receive(np.empty(128))
 
 
 @pytest.mark.parametrize("count", [RING_BYTES + 8, 1 << 62])
