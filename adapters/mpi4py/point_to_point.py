@@ -257,21 +257,21 @@ class PointToPoint(Handle):
         source: int = ANY_SOURCE, recvtag: int = ANY_TAG, status: Status | None = None,
     ) -> None:  # fmt: skip
         """Send one buffer and receive into another."""
+        # A wrong receive must be an error before anything is sent.
         plain = (
             type(sendbuf) is type(recvbuf) is np.ndarray
             and sendbuf.dtype in _PLAIN
             and recvbuf.dtype in _PLAIN
+            and recvbuf.flags.carray
+            and type(source) is type(recvtag) is int
+            and ANY_SOURCE <= source < self.size
+            and ANY_TAG <= recvtag <= TAG_UB
         )
         sent = self._sent(sendbuf, dest, sendtag) if plain else None
         if sent is None:
             self._Sendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag).run(status)
             return
-        received = self._received(recvbuf, source, recvtag)
-        if received is None:
-            self._Recv(recvbuf, source, recvtag).run(status)
-            self._leave(sent)
-        else:
-            self._end(received, status, sent)
+        self._end(self._received(recvbuf, source, recvtag), status, sent)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Send a buffer."""
