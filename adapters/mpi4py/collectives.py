@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from .exceptions import CLASSES, TRANSLATED, MPIError
+from collective import CollectiveError
+
+from .exceptions import CLASSES, TRANSLATED, MPIError, translated
 from .handles import IN_PLACE, Handle
 from .layouts import Piece
 from .messages import NOTHING, equal, simple, vector, vector_of_types
@@ -30,9 +32,10 @@ from .requests import forms
 
 __all__ = ["CALL_TAGS", "Collectives", "Prefixes", "Read", "in_place", "pickles"]
 
-# Character codes of the elements that the library's plans reduce, by its name of the operator.
-_ORDERED = "bhilqBHILQfd"
-_REDUCED = {"sum": _ORDERED + "FD", "prod": _ORDERED + "FD", "max": _ORDERED, "min": _ORDERED}
+# Types of the elements that the library's plans reduce, by its name of the operator.
+_ORDERED = frozenset(map(np.dtype, "bhilqBHILQfd"))
+_NUMBERS = _ORDERED | {np.dtype("F"), np.dtype("D")}
+_REDUCED = {"sum": _NUMBERS, "prod": _NUMBERS, "max": _ORDERED, "min": _ORDERED}
 
 #: Number of tags of collective calls; higher tags are for calls of some of the ranks.
 CALL_TAGS = 2**30
@@ -335,13 +338,12 @@ class Collectives(Handle):
 
         All ranks decide alike: by operator, type of the elements and whether there are any.
         """
-        char = piece.layout.char
+        dtype: Any = piece.layout.dtype
         core = None
-        if char and char in _REDUCED.get(op._live.core, "") and piece.count:
+        if piece.layout.char and dtype in _REDUCED.get(op._live.core, ()) and piece.count:
             core = self._live.core()
         if core is None:
             return False
-        dtype: Any = piece.layout.dtype
         out = None if target is None else target.packed().view(dtype)
         with TRANSLATED:
             getattr(core, call)(piece.packed().view(dtype), op=op._live.core, out=out, **to)
@@ -351,21 +353,25 @@ class Collectives(Handle):
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> None:
         """Combine all ranks' buffers on all ranks, in the order of the ranks."""
-        context = self._live
-        if context.plans is not None and type(recvbuf) is np.ndarray:
-            source = recvbuf if in_place(sendbuf) else sendbuf
-            if (
-                type(source) is np.ndarray
-                and source.dtype == recvbuf.dtype
-                and source.dtype.char in _REDUCED.get(op._live.core, "")
-                and source.ndim == recvbuf.ndim == 1
-                and source.size == recvbuf.size > 0
-                and source.flags.c_contiguous
-                and recvbuf.flags.carray
-            ):
-                with TRANSLATED:
-                    context.plans.all_reduce(source, op=op._inner.core, out=recvbuf)
-                return
+        context, operator = self._inner, op._inner
+        source = recvbuf if sendbuf is IN_PLACE or sendbuf is None else sendbuf
+        if (
+            context is not None
+            and context.plans is not None
+            and type(source) is type(recvbuf) is np.ndarray
+            and source.dtype is recvbuf.dtype
+            and operator is not None
+            and source.dtype in _REDUCED.get(operator.core, ())
+            and source.ndim == recvbuf.ndim == 1
+            and len(source) == len(recvbuf) > 0
+            and source.flags.c_contiguous
+            and recvbuf.flags.carray
+        ):
+            try:
+                context.plans.all_reduce(source, op=operator.core, out=recvbuf)
+            except CollectiveError as error:
+                raise translated(error) from error
+            return
         if not self._by_core("all_reduce", *self._pair(sendbuf, recvbuf), op):
             self._Allreduce(sendbuf, recvbuf, op).run()
 

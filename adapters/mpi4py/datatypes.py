@@ -471,7 +471,7 @@ _ALIASES = (
 def _define(name: str, char: str, text: str, code: str) -> None:
     layout = Layout("NAMED")
     layout.size = layout.extent = layout.true_extent = int(text[1:]) * (4 if text == "U1" else 1)
-    layout.align = min(layout.size, 16) // (2 if text[0] == "c" else 1)
+    layout.align = min(layout.size // (2 if text[0] == "c" else 1), 16)
     layout.dense = True
     layout.char, layout.text, layout.code, layout.name = char, text, code, f"MPI_{name}"
     known = char in "?bhilqBHILQefdgFDGp" and char

@@ -179,8 +179,8 @@ def _typecode(datatype: Datatype) -> str | None:
 
 
 def _typealign(datatype: Datatype) -> int | None:
-    """Return the alignment of a datatype, or None."""
-    return (datatype._inner.align or None) if datatype else None
+    """Return the alignment of a predefined datatype, or None."""
+    return (datatype._inner.align or None) if datatype and datatype.is_predefined else None
 
 
 def _datatype_create(datatype: Datatype, combiner: str, params: Any, free: bool = False) -> Any:

@@ -12,6 +12,7 @@ from .handles import Handle, Inner
 
 __all__ = [
     "CLASSES", "TRANSLATED", "Errhandler", "MPIError", "UnsupportedError", "refuse", "refusing",
+    "translated",
 ]  # fmt: skip
 
 _TEXTS = {
@@ -211,15 +212,20 @@ _KINDS: list[tuple[type[BaseException], str]] = [
 ]
 
 
+def translated(error: BaseException) -> MPIError:
+    """Return the ``MPI.Exception`` for an error of the library, with the library's text."""
+    name = next((name for kind, name in _KINDS if isinstance(error, kind)), "ERR_OTHER")
+    return MPIError(CLASSES[name], f"MPI_{name}: {error}")
+
+
 class _Translated:
-    """Block in which errors of the library become ``MPI.Exception``, with the library's text."""
+    """Block in which errors of the library become ``MPI.Exception``."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, collective.CollectiveError):
-            name = next((name for kind, name in _KINDS if isinstance(error, kind)), "ERR_OTHER")
-            raise MPIError(CLASSES[name], f"MPI_{name}: {error}") from error
+            raise translated(error) from error
 
 
 TRANSLATED = _Translated()

@@ -14,17 +14,18 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from collective import CollectiveError
 from collective.contract.mail import CANCELLED, OVER
 
 from .datatypes import CONSTANTS, Datatype
-from .exceptions import CLASSES, TRANSLATED, MPIError
+from .exceptions import CLASSES, TRANSLATED, MPIError, translated
 from .groups import UNDEFINED
 from .handles import Inner
 from .layouts import Piece
 
 __all__ = [
     "ANY_SOURCE", "ANY_TAG", "EMPTY", "General", "Operation", "Status", "answer", "await_posted",
-    "flush", "idle", "keep", "progress", "wait_for",
+    "begun", "flush", "idle", "keep", "progress", "wait_for",
 ]  # fmt: skip
 
 ANY_SOURCE, ANY_TAG = -1, -1
@@ -214,39 +215,42 @@ class Operation(Inner):
 
     def advance(self) -> bool:
         """Complete the operation if it can be without waiting; return whether it is complete."""
-        if not self.done and all(posted.done for posted in self.posted):
+        if not self.done:
+            for posted in self.posted:
+                if not posted.done:
+                    return False
             self._complete()
         return self.done
 
     def wait(self) -> None:
         """Wait for the operation."""
         if not self.advance():
-            if not self.posted or _outstanding.keys() - {id(self)}:
+            if not self.posted or len(_outstanding) > (id(self) in _outstanding):
                 wait_for([self])
             else:
                 self._complete()
 
     def _complete(self) -> None:
         self.done = True
-        _outstanding.pop(id(self), None)
+        received = self._received
+        if received is not None:
+            _outstanding.pop(id(self), None)
         try:
-            with TRANSLATED:
-                if self.posted:
+            for posted in self.posted:
+                if not posted.whole:
                     self.mail.wait_all(self.posted)
-                for function in self._afterwards:
-                    self.result = function()
+                    break
+            for function in self._afterwards:
+                self.result = function()
         except MPIError as error:
             self.error = error
+        except CollectiveError as error:
+            self.error = translated(error)
+            self.error.__cause__ = error
         finally:
             # Memory of the program stays no longer than needed.
             self.posted, self._afterwards = [], []
-        received = self._received
         if received is not None:
-            source, tag, nbytes = ANY_SOURCE, ANY_TAG, 0
-            if received.state in (OVER, CANCELLED):
-                source, tag, nbytes = self.mail.status(received)
-            code = self.error.ierr if self.error is not None else CLASSES["SUCCESS"]
-            self.fields = (source, tag, code, nbytes, received.state == CANCELLED)
             answer(self.mail, self._answers, received)
 
     def settle(self, status: Status | None) -> Any:
@@ -258,8 +262,15 @@ class Operation(Inner):
 
     def fill(self, status: Status | None) -> None:
         """Fill a status of the complete operation."""
-        if status is not None:
-            status.put(self.fields)
+        if status is None:
+            return
+        received, (source, tag, code, nbytes, cancelled) = self._received, self.fields
+        if received is not None:
+            if received.state in (OVER, CANCELLED):
+                source, tag, nbytes = self.mail.status(received)
+            code = self.error.ierr if self.error is not None else code
+            cancelled = received.state == CANCELLED
+        status.put((source, tag, code, nbytes, cancelled))
 
     def retire(self) -> None:
         """Forget a complete operation."""
@@ -312,6 +323,16 @@ class General(Operation):
         self._call(self._functions[2], self.done)
 
 
+def begun(mail: Any, posted: Any, answers: Any = None) -> Operation:
+    """Return the active operation of a posted message; with ``answers``, of a receive."""
+    operation = Operation(None, mail)
+    operation.posted.append(posted)
+    operation.active = True
+    if answers is not None:
+        operation.follow(posted, answers)
+    return operation
+
+
 def idle(source: int = ANY_SOURCE) -> Operation:
     """Return an operation without a message, from ``source`` as its status says."""
     operation = Operation()
@@ -354,7 +375,6 @@ def progress(operations: Sequence[Operation]) -> None:
 def wait_for(operations: Sequence[Operation], enough: Callable[[Any], bool] = all) -> None:
     """Wait for all of some operations, or with ``enough=any`` for one."""
     while True:
-        progress(operations)
         waiting = [each for each in list(_outstanding.values()) if not each.advance()]
         # The answer to an operation of this rank to itself may have come only now.
         if enough([operation.advance() for operation in operations]):
@@ -363,6 +383,7 @@ def wait_for(operations: Sequence[Operation], enough: Callable[[Any], bool] = al
         posted = [each for operation in waiting for each in operation.posted if not each.done]
         if any(not operation.posted for operation in waiting):
             time.sleep(0.0001)  # the program completes it, perhaps in another thread
+            progress(waiting)
         elif posted:
             with TRANSLATED:
                 waiting[0].mail.wait_any(posted)

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from collective import CollectiveError
 from collective.contract.mail import CANCELLED
 
-from .exceptions import CLASSES, TRANSLATED, MPIError
+from .exceptions import CLASSES, TRANSLATED, MPIError, translated
 from .groups import PROC_NULL
 from .handles import Handle
 from .layouts import Piece
@@ -25,6 +26,7 @@ from .operations import (
     Status,
     answer,
     await_posted,
+    begun,
     flush,
     idle,
     keep,
@@ -35,8 +37,8 @@ from .requests import MESSAGE_NO_PROC, NO_PARTS, Matched, Message, Request, form
 __all__ = ["TAG_UB", "PointToPoint"]
 
 TAG_UB = 2**31 - 1
-# Character codes of arrays that travel as they are.
-_PLAIN = "?bhilqBHILQefdgFDG"
+# Types of arrays that travel as they are; those of foreign byte order are none of them.
+_PLAIN = frozenset(map(np.dtype, "?bhilqBHILQefdgFDG"))
 
 
 def _piece(buf: Any, peer: int, writable: bool) -> Piece:
@@ -162,59 +164,131 @@ class PointToPoint(Handle):
         sending = self._sending(lambda: data, dest, sendtag)
         return self._both(sending, self._receiving(piece, source, recvtag))
 
-    _, Isend, Send_init = forms(_Send)
+    _, _, Send_init = forms(_Send)
     Ssend, Issend, Ssend_init = forms(_Ssend)
     Bsend, Ibsend, Bsend_init = forms(_Bsend)
-    _, Irecv, Recv_init = forms(_Recv)
+    _, _, Recv_init = forms(_Recv)
     _, Isendrecv, _ = forms(_Sendrecv)
     Sendrecv_replace, Isendrecv_replace, _ = forms(_Sendrecv_replace)
     Psend_init = Precv_init = NO_PARTS
 
     # -- plain arrays, which the engine takes as they are ------------------------------------
 
-    def _addressed(self, peer: Any, tag: Any, least: int = 0) -> Any:
-        """Return the context if peer and tag are plain numbers in their ranges, or None."""
+    def _sent(self, data: Any, dest: Any, tag: Any) -> Any:
+        """Post a send of memory; return None if the general way must read the arguments."""
         context = self._inner
         if (
-            context is not None
-            and type(peer) is type(tag) is int
-            and least <= peer < context.size
-            and least <= tag <= TAG_UB
+            context is None
+            or type(dest) is not int
+            or type(tag) is not int
+            or not (0 <= dest < context.size and 0 <= tag <= TAG_UB)
         ):
-            return context
-        return None
+            return None
+        try:
+            return context.points.send(data, dest, tag)
+        except CollectiveError as error:
+            raise translated(error) from error
+        except (BufferError, ValueError):  # the array is not contiguous
+            return None
+
+    def _received(self, memory: Any, source: Any, tag: Any, waits: bool = True) -> Any:
+        """Post a receive into memory, or (None) of an object; see :meth:`_sent`."""
+        context = self._inner
+        if (
+            context is None
+            or type(source) is not int
+            or type(tag) is not int
+            or not (ANY_SOURCE <= source < context.size and ANY_TAG <= tag <= TAG_UB)
+        ):
+            return None
+        try:
+            return context.points.receive(memory, source, tag, waits)
+        except CollectiveError as error:
+            raise translated(error) from error
+        except (BufferError, ValueError):
+            return None
+
+    def _end(self, received: Any, status: Status | None, *sent: Any) -> Any:
+        """Wait for a posted receive, answer it and fill a status; return the receive.
+
+        Args:
+            received: the receive.
+            status: a status, or None.
+            sent: posted send that must also end.
+        """
+        context = self._inner
+        mail = context.points
+        if not received.whole or (sent and not sent[0].done):
+            with TRANSLATED:
+                await_posted(mail, received, *sent)
+        answer(mail, context.answers, received)
+        if status is not None:
+            _fill(status, *mail.status(received))
+        return received
+
+    def _leave(self, sent: Any) -> None:
+        """Wait for a posted send."""
+        if not sent.done:
+            with TRANSLATED:
+                await_posted(self._inner.points, sent)
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer."""
-        context = self._addressed(dest, tag)
-        if context is not None and _is_plain(buf):
-            _give(context, buf, dest, tag)
-        else:
+        plain = type(buf) is np.ndarray and buf.dtype in _PLAIN
+        sent = self._sent(buf, dest, tag) if plain else None
+        if sent is None:
             self._Send(buf, dest, tag).run()
+        else:
+            self._leave(sent)
 
     def Recv(
         self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> None:
         """Receive into a buffer."""
-        context = self._addressed(source, tag, ANY_SOURCE)
-        if context is not None and _is_plain(buf, True):
-            _take(context, buf, source, tag, status)
-        else:
+        plain = type(buf) is np.ndarray and buf.dtype in _PLAIN
+        received = self._received(buf, source, tag) if plain else None
+        if received is None:
             self._Recv(buf, source, tag).run(status)
+        else:
+            self._end(received, status)
 
     def Sendrecv(
         self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,
         source: int = ANY_SOURCE, recvtag: int = ANY_TAG, status: Status | None = None,
     ) -> None:  # fmt: skip
         """Send one buffer and receive into another."""
-        context = self._addressed(dest, sendtag)
-        plain = _is_plain(sendbuf) and _is_plain(recvbuf, True)
-        if context is None or not plain or self._addressed(source, recvtag, ANY_SOURCE) is None:
+        # A wrong receive must be an error before anything is sent.
+        plain = (
+            type(sendbuf) is type(recvbuf) is np.ndarray
+            and sendbuf.dtype in _PLAIN
+            and recvbuf.dtype in _PLAIN
+            and recvbuf.flags.carray
+            and type(source) is type(recvtag) is int
+            and ANY_SOURCE <= source < self.size
+            and ANY_TAG <= recvtag <= TAG_UB
+        )
+        sent = self._sent(sendbuf, dest, sendtag) if plain else None
+        if sent is None:
             self._Sendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag).run(status)
             return
-        with TRANSLATED:
-            sent = context.points.send(sendbuf, dest, sendtag)
-        _take(context, recvbuf, source, recvtag, status, sent)
+        self._end(self._received(recvbuf, source, recvtag), status, sent)
+
+    def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
+        """Send a buffer."""
+        plain = type(buf) is np.ndarray and buf.dtype in _PLAIN
+        sent = self._sent(buf, dest, tag) if plain else None
+        if sent is None:
+            return Request._of(self._Send(buf, dest, tag).start())  # type: ignore[no-any-return]
+        return Request._of(begun(self._inner.points, sent))  # type: ignore[no-any-return]
+
+    def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
+        """Receive into a buffer."""
+        plain = type(buf) is np.ndarray and buf.dtype in _PLAIN
+        received = self._received(buf, source, tag, False) if plain else None
+        if received is None:
+            return Request._of(self._Recv(buf, source, tag).start())  # type: ignore[no-any-return]
+        context = self._inner
+        return Request._of(begun(context.points, received, context.answers))  # type: ignore[no-any-return]
 
     Rsend, Irsend, Rsend_init = Send, Isend, Send_init
 
@@ -252,11 +326,12 @@ class PointToPoint(Handle):
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object."""
-        context = self._addressed(dest, tag)
-        if context is not None:
-            _give(context, pickle.dumps(obj), dest, tag)
+        data = pickle.dumps(obj)
+        sent = self._sent(data, dest, tag)
+        if sent is None:
+            self._sending(lambda: data, dest, tag).run()
         else:
-            self._send(obj, dest, tag).run()
+            self._leave(sent)
 
     def recv(
         self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG,
@@ -265,10 +340,10 @@ class PointToPoint(Handle):
         """Receive an object. ``buf`` is not used."""
         if buf is not None:
             warnings.warn("recv: the buffer is not used", UserWarning, stacklevel=2)
-        context = self._addressed(source, tag, ANY_SOURCE)
-        if context is None:
+        received = self._received(None, source, tag)
+        if received is None:
             return self._recv(buf, source, tag).run(status)
-        return loads(_take(context, None, source, tag, status).data)
+        return loads(self._end(received, status).data)
 
     # -- probes ------------------------------------------------------------------------------
 
@@ -325,38 +400,3 @@ class PointToPoint(Handle):
         """Wait for buffered sends; the request is complete."""
         flush()
         return Request._of(idle().start())  # type: ignore[no-any-return]
-
-
-def _is_plain(buf: Any, writes: bool = False) -> bool:
-    """Return whether the engine can take a buffer as it is."""
-    if type(buf) is not np.ndarray or buf.dtype.char not in _PLAIN or not buf.dtype.isnative:
-        return False
-    return bool(buf.flags.carray if writes else buf.flags.c_contiguous)
-
-
-def _give(context: Any, data: Any, dest: int, tag: int) -> None:
-    """Send plain memory."""
-    mail = context.points
-    with TRANSLATED:
-        posted = mail.send(data, dest, tag)
-        if not posted.done:
-            await_posted(mail, posted)
-
-
-def _take(
-    context: Any, memory: Any, source: int, tag: int, status: Status | None, *sent: Any
-) -> Any:
-    """Receive into plain memory, or (None) an object; return what was posted.
-
-    Args:
-        sent: posted send that must also end.
-    """
-    mail = context.points
-    with TRANSLATED:
-        posted = mail.receive(memory, source, tag, True)
-        if not posted.whole or (sent and not sent[0].done):
-            await_posted(mail, posted, *sent)
-    answer(mail, context.answers, posted)
-    if status is not None:
-        _fill(status, *mail.status(posted))
-    return posted

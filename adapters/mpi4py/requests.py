@@ -69,18 +69,6 @@ class Request(Handle, kind=True):
         finally:
             operation.retire()
 
-    def _finish(self, status: Status | None, waits: bool) -> tuple[bool, Any]:
-        """Return whether it is complete, and the received object."""
-        operation = self._inner
-        if operation is not None and operation.active:
-            if waits:
-                operation.wait()
-            else:
-                progress([operation])
-                if not operation.advance():
-                    return False, None
-        return True, self._settle(status)
-
     @staticmethod
     def _complete(
         requests: Sequence[Request], waits: bool, enough: Callable[[Any], bool] = any
@@ -159,19 +147,28 @@ class Request(Handle, kind=True):
 
     def wait(self, status: Status | None = None) -> Any:
         """Wait, and return the received object."""
-        return self._finish(status, True)[1]
+        operation = self._inner
+        if operation is not None and operation.active:
+            operation.wait()
+        return self._settle(status)
 
     def Wait(self, status: Status | None = None) -> bool:
         """Wait."""
-        return self._finish(status, True)[0]
+        Request.wait(self, status)
+        return True
 
     def test(self, status: Status | None = None) -> tuple[bool, Any]:
         """Return whether it is complete, and the received object."""
-        return self._finish(status, False)
+        operation = self._inner
+        if operation is not None and operation.active:
+            progress([operation])
+            if not operation.advance():
+                return False, None
+        return True, self._settle(status)
 
     def Test(self, status: Status | None = None) -> bool:
         """Return whether it is complete."""
-        return self._finish(status, False)[0]
+        return Request.test(self, status)[0]
 
     def Get_status(self, status: Status | None = None) -> bool:
         """Return whether it is complete; the request stays."""

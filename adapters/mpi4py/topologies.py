@@ -167,7 +167,7 @@ class Cartcomm(Topocomm):
         """Return source and destination of a shift along a dimension."""
         if not 0 <= direction < self.dim:
             raise MPIError(CLASSES["ERR_DIMS"])
-        source, target = self._live.topology.neighbours(direction, disp)
+        source, target = self._live.topology.neighbours(direction, int(disp))
         return _or_null(source), _or_null(target)
 
     def _sides(self) -> tuple[list[int], list[int]]:

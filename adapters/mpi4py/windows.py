@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+
+from collective.backends.shm.fence import fence
 
 from .communicators import world
 from .exceptions import CLASSES, TRANSLATED, MPIError, refuse
@@ -93,7 +94,7 @@ class Win(Handle, kind=True):
     def Sync(self) -> None:
         """Order this rank's accesses to the memory before the call and after it."""
         self._live  # noqa: B018
-        os.sched_yield()  # a switch to the kernel is a barrier of memory on every processor
+        fence(full=True)
 
     def Fence(self, assertion: int = 0) -> None:
         """Wait for all ranks; each sees what the others wrote before."""

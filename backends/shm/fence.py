@@ -14,9 +14,13 @@ ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 _lock = threading.Lock()
 
 
-def fence() -> None:
-    """Order the memory accesses before and after this call, if the processor does not."""
-    if not ORDERED:
+def fence(full: bool = False) -> None:
+    """Order the memory accesses before and after this call, if the processor does not.
+
+    Args:
+        full: if true, an earlier store comes before a later load, too, which no processor keeps.
+    """
+    if full or not ORDERED:
         # One turn is no fence. An earlier access is ordered before the release alone, and a later
         # access after the acquisition alone, so both may move into the turn and pass each other.
         # With two turns the first release stands between them: an earlier access comes before this

@@ -80,29 +80,36 @@ def to_numpy_dtype(datatype: Any) -> Any:
         if params["lb"] or inner.fields is None:
             raise ValueError("to_numpy_dtype: a resized element has no dtype")
         fields = [inner.fields[name] for name in inner.names]
-        places = [place for _, place in fields]
-        return _structure([form for form, _ in fields], places, params["extent"], False)
+        return _structure([form for form, _ in fields], [at for _, at in fields], datatype.extent)
     if combiner == "DARRAY":
         raise ValueError("to_numpy_dtype: a distributed array has no dtype")
     formats = []
     for _, length, element in blocks:
         form = to_numpy_dtype(element)
         formats.append(form if length == 1 else _made((form, (length,))))
-    places = [place for place, _, _ in blocks]
-    aligned = _np_dtype is None or all(
-        place % form.alignment == 0 for form, place in zip(formats, places)
-    )
-    return _structure(formats, places, datatype.extent, aligned)
+    # A dtype begins at 0, also if the first block does not.
+    itemsize = max(datatype.extent, datatype.true_ub)
+    return _structure(formats, [place for place, *_ in blocks], itemsize)
 
 
 def _made(spec: Any) -> Any:
     return spec if _np_dtype is None else _np_dtype(spec)
 
 
-def _structure(formats: Any, offsets: Any, itemsize: int, aligned: bool) -> Any:
+def _structure(formats: Any, offsets: Any, itemsize: int) -> Any:
     names = [f"f{i}" for i in range(len(formats))]
     spec = {"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize}
-    if _np_dtype is None:
-        return {**spec, "aligned": aligned}
-    alignment = max((_np_dtype(form).alignment for form in formats), default=1)
-    return _np_dtype(spec, align=aligned and not itemsize % alignment)  # type: ignore[call-overload]
+    # The elements of a second structure after the first must be aligned, too.
+    aligned = _np_dtype is None or all(
+        _is_aligned(form, place) and _is_aligned(form, place + itemsize)
+        for form, place in zip(formats, offsets)
+    )
+    return _made({**spec, "aligned": aligned})
+
+
+def _is_aligned(form: Any, place: int) -> bool:
+    """Return whether all elements of a dtype at a place are aligned."""
+    base = form.base
+    if base.fields is None:
+        return bool(place % base.alignment == 0)
+    return all(_is_aligned(field[0], place + field[1]) for field in base.fields.values())
