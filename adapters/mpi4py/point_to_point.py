@@ -264,7 +264,7 @@ class PointToPoint(Handle):
             and recvbuf.dtype in _PLAIN
             and recvbuf.flags.carray
             and type(source) is type(recvtag) is int
-            and ANY_SOURCE <= source < self.size
+            and ANY_SOURCE <= source < self._live.size
             and ANY_TAG <= recvtag <= TAG_UB
         )
         sent = self._sent(sendbuf, dest, sendtag) if plain else None

@@ -114,11 +114,11 @@ def split(comm: C, color: int | str | None, key: int) -> C | None:
     for name, value in (("color", color), ("key", key)):
         if name == "color" and value in (None, "host"):
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        if not isinstance(value, (int, np.integer, np.bool_)):  # a comparison is a colour, too
             raise InvalidArgumentError(
                 f"split: {name} {value!r} is not an integer {comm._path.who}."
             )
-        if not -(2**63) <= value < 2**63:
+        if not -(2**63) <= int(value) < 2**63:
             raise InvalidArgumentError(
                 f"split: {name} {value!r}; expected an integer of 64 bits {comm._path.who}."
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,8 @@ def _hold(
 def check_split(comm: Communicator) -> None:
     """Check that split() groups ranks by colour, orders them by key and leaves out colour None."""
     everyone = range(comm.size)
-    half = comm.split(comm.rank % 2)
+    parity: Any = np.bool_(comm.rank % 2)  # what a comparison of NumPy's numbers gives
+    half = comm.split(parity)
     assert half is not None
     members = [rank for rank in everyone if rank % 2 == comm.rank % 2]
     _hold(comm, half, members, "split by parity", 90)
