@@ -57,7 +57,7 @@ COUNTS = {
     "properties of Communicator": 3,
     "settings": 22,
     "decisions": 47,
-    "words of documentation": 104972,
+    "words of documentation": 104971,
     "lines of the longest file of C": 492,
     "names of the inner API": 60,
     "imports of inner modules": 99,
