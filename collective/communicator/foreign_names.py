@@ -227,7 +227,6 @@ for _holder, _names in {
 #: Names that mpi4py has in lower case for objects.
 _OF_OBJECTS = {
     "allgather": "all_gather_object(obj)",
-    "allreduce": "all_gather_object(obj)",
     "bcast": "broadcast_object(obj, root=0)",
     "irecv": "recv_object(src)",
     "isend": "send_object(obj, dst)",

@@ -9,7 +9,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NoReturn
 
 from collective import CollectiveError, __version__
@@ -75,6 +76,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"collective {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
+    parser.commands = subparsers.choices
     for command in _COMMANDS:
         command.add_parser(subparsers)
     try:
@@ -88,7 +90,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser whose errors name what the user may have meant."""
+    """Parser whose errors name what the user may have meant.
+
+    Attributes:
+        commands: the parsers of all commands, by name; empty for the parser of a command.
+    """
+
+    commands: Mapping[str, argparse.ArgumentParser] = MappingProxyType({})
 
     def error(self, message: str) -> NoReturn:
         unknown = re.search(r"invalid choice: '(.+?)'|unrecognized arguments: (\S+)", message)
@@ -98,14 +106,9 @@ class _Parser(argparse.ArgumentParser):
     def _hint(self, word: str) -> str:
         if word.endswith(".py"):
             return f"\nTo start a program as ranks: collective run {word}"
-        groups = self._subparsers._group_actions if self._subparsers else []
-        choices: dict[str, argparse.ArgumentParser] = {}
-        for group in groups:
-            choices.update(group.choices)  # type: ignore[arg-type]
-        known = {
-            *choices,
-            *(key for each in choices.values() for key in each._option_string_actions),
-        }
+        known = set(self.commands)
+        for command in self.commands.values():
+            known.update(re.findall(r"--[a-z][\w-]*", command.format_help()))
         near = difflib.get_close_matches(word, sorted(known), 1)
         return f"\nDid you mean {near[0]!r}?" if near else ""
 
