@@ -24,7 +24,7 @@ from collective import CollectiveError
 from .exceptions import CLASSES, TRANSLATED, MPIError, translated
 from .handles import IN_PLACE, Handle
 from .layouts import Piece
-from .messages import NOTHING, equal, simple, vector, vector_of_types
+from .messages import NOTHING, PLAIN, equal, simple, vector, vector_of_types
 from .operations import Operation, await_posted
 from .operators import SUM, check_alike, fold
 from .pickling import loads, pickle
@@ -252,10 +252,16 @@ class Collectives(Handle):
     def Bcast(self, buf: Any, root: int = 0) -> None:
         """Copy the root's buffer to all ranks."""
         rank, _ = self._rooted(root)
-        piece = simple(buf, rank != root)
+        core = self._live.core()
         # The ranks may describe the same bytes in different ways, so only the length decides.
-        core = self._live.core() if piece.nbytes else None
-        if core is None:
+        plain = type(buf) is np.ndarray and buf.size and buf.dtype in PLAIN and buf.flags.carray
+        if core is not None and plain:
+            data = buf.reshape(-1).view(np.uint8)
+            with TRANSLATED:
+                core.broadcast(data, root=root, out=data)
+            return
+        piece = simple(buf, rank != root)
+        if core is None or not piece.nbytes:
             self._Bcast(buf, root).run()
             return
         data = piece.packed()

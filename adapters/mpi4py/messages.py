@@ -18,11 +18,11 @@ from .handles import BOTTOM
 from .layouts import Layout, Piece
 from .memory import Bytes, bytes_of, described
 
-__all__ = ["NOTHING", "equal", "simple", "vector", "vector_of_types"]
+__all__ = ["NOTHING", "PLAIN", "equal", "simple", "vector", "vector_of_types"]
 
 _BYTE: Layout = CONSTANTS["BYTE"]._inner
-
-
+#: Types of arrays that travel as they are; those of foreign byte order are none of them.
+PLAIN = frozenset(map(np.dtype, "?bhilqBHILQefdgFDG"))
 #: No message, of a rank that takes no part or whose peer is ``PROC_NULL``.
 NOTHING = Piece(np.empty(0, np.uint8), 0, 0, _BYTE)
 

@@ -18,7 +18,7 @@ from .groups import PROC_NULL
 from .handles import Handle
 from .layouts import Piece
 from .memory import bytes_of
-from .messages import NOTHING, simple
+from .messages import NOTHING, PLAIN, simple
 from .operations import (
     ANY_SOURCE,
     ANY_TAG,
@@ -37,8 +37,6 @@ from .requests import MESSAGE_NO_PROC, NO_PARTS, Matched, Message, Request, form
 __all__ = ["TAG_UB", "PointToPoint"]
 
 TAG_UB = 2**31 - 1
-# Types of arrays that travel as they are; those of foreign byte order are none of them.
-_PLAIN = frozenset(map(np.dtype, "?bhilqBHILQefdgFDG"))
 
 
 def _piece(buf: Any, peer: int, writable: bool) -> Piece:
@@ -234,7 +232,7 @@ class PointToPoint(Handle):
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer."""
-        plain = type(buf) is np.ndarray and buf.dtype in _PLAIN
+        plain = type(buf) is np.ndarray and buf.dtype in PLAIN
         sent = self._sent(buf, dest, tag) if plain else None
         if sent is None:
             self._Send(buf, dest, tag).run()
@@ -245,7 +243,7 @@ class PointToPoint(Handle):
         self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> None:
         """Receive into a buffer."""
-        plain = type(buf) is np.ndarray and buf.dtype in _PLAIN
+        plain = type(buf) is np.ndarray and buf.dtype in PLAIN
         received = self._received(buf, source, tag) if plain else None
         if received is None:
             self._Recv(buf, source, tag).run(status)
@@ -260,8 +258,8 @@ class PointToPoint(Handle):
         # A wrong receive must be an error before anything is sent.
         plain = (
             type(sendbuf) is type(recvbuf) is np.ndarray
-            and sendbuf.dtype in _PLAIN
-            and recvbuf.dtype in _PLAIN
+            and sendbuf.dtype in PLAIN
+            and recvbuf.dtype in PLAIN
             and recvbuf.flags.carray
             and type(source) is type(recvtag) is int
             and ANY_SOURCE <= source < self._live.size
@@ -275,7 +273,7 @@ class PointToPoint(Handle):
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Send a buffer."""
-        plain = type(buf) is np.ndarray and buf.dtype in _PLAIN
+        plain = type(buf) is np.ndarray and buf.dtype in PLAIN
         sent = self._sent(buf, dest, tag) if plain else None
         if sent is None:
             return Request._of(self._Send(buf, dest, tag).start())  # type: ignore[no-any-return]
@@ -283,7 +281,7 @@ class PointToPoint(Handle):
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Receive into a buffer."""
-        plain = type(buf) is np.ndarray and buf.dtype in _PLAIN
+        plain = type(buf) is np.ndarray and buf.dtype in PLAIN
         received = self._received(buf, source, tag, False) if plain else None
         if received is None:
             return Request._of(self._Recv(buf, source, tag).start())  # type: ignore[no-any-return]
