@@ -62,12 +62,13 @@ __all__ = [
 ]
 
 
-#: Directory of the package. Its frames are internal.
-HOME = os.path.dirname(__file__) + os.sep
+#: Folders of the package, whose frames are internal: its own, and the one to which an editable
+#: installation links.
+HOMES = tuple({os.path.dirname(path) + os.sep for path in (__file__, os.path.realpath(__file__))})
 
 
 def outer_frames(
-    trace: TracebackType | None, folders: tuple[str, ...] = (HOME,)
+    trace: TracebackType | None, folders: tuple[str, ...] = HOMES
 ) -> TracebackType | None:
     """Return a traceback without its frames in ``folders``; all of it if no other frame is left."""
     frames = []
@@ -90,7 +91,7 @@ class ToldByText:
     def _render_traceback_(self: BaseException) -> list[str]:  # type: ignore[misc]
         """Return the lines that IPython shows: the frames of the user's program and the text."""
         shells = [sys.modules[name] for name in ("IPython", "ipykernel") if name in sys.modules]
-        folders = (HOME, *(os.path.dirname(str(shell.__file__)) + os.sep for shell in shells))
+        folders = (*HOMES, *(os.path.dirname(str(shell.__file__)) + os.sep for shell in shells))
         trace = outer_frames(self.__traceback__, folders)
         return "".join(traceback.format_exception(type(self), self, trace)).splitlines()
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from collective.errors import HOME
+from collective.errors import HOMES
 from collective.request import name_ranks
 
 __all__ = [
@@ -151,7 +151,7 @@ def hide_internal_frames(lines: Sequence[str], remedy: str = "--verbose") -> lis
         remedy: what shows all frames.
     """
     frames = [match for line in lines if (match := _FRAME.match(plain(line)))]
-    if all(match["path"].startswith(HOME) for match in frames):
+    if all(match["path"].startswith(HOMES) for match in frames):
         return list(lines)
     result: list[str] = []
     margin: str | None = None  # of the internal frame that the current line belongs to
@@ -170,7 +170,7 @@ def hide_internal_frames(lines: Sequence[str], remedy: str = "--verbose") -> lis
         text = plain(line)
         match = _FRAME.match(text)
         repeated = _REPEATED.match(text)
-        if match and match["path"].startswith(HOME):
+        if match and match["path"].startswith(HOMES):
             if margin is not None and margin != match["margin"]:
                 close_run()
             margin = match["margin"]
@@ -238,7 +238,7 @@ def site_of(frames: Sequence[traceback.FrameSummary]) -> Site | None:
     """Return the position of a stack, given from the outermost frame; None if it is empty."""
     if not frames:
         return None
-    internal = [frame.filename.startswith(HOME) for frame in frames]
+    internal = [frame.filename.startswith(HOMES) for frame in frames]
     foreign = [
         frame.filename.startswith("<") or _below(frame.filename, _LIBRARIES) for frame in frames
     ]

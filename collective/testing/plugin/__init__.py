@@ -188,7 +188,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
     while errors is not None and error is not None:
         trace = error.__traceback__
         while trace is not None:
-            if trace.tb_frame.f_code.co_filename.startswith(errors.HOME):
+            if trace.tb_frame.f_code.co_filename.startswith(errors.HOMES):
                 trace.tb_frame.f_globals["__tracebackhide__"] = _explains_itself
             trace = trace.tb_next
         error = error.__cause__ or error.__context__
