@@ -43,7 +43,7 @@ LINES = {
     "collective/native": 639,
     "collective/platform": 612,
     "collective/start": 5176,
-    "collective/testing": 7986,
+    "collective/testing": 7988,
     "collective/tools": 7968,
     "collective/trace": 657,
     "collective/training": 6265,

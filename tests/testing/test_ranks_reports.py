@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from collective.testing.plugin import pytest_runtest_makereport
 from tests.testing.conftest import Run
 
 pytest_plugins = "pytester"
@@ -301,3 +305,13 @@ def test_workers_of_xdist_have_ranks_of_their_own(ranked: Run) -> None:
     )
     result.assert_outcomes(passed=7, failed=1, warnings=6)
     result.stdout.fnmatch_lines(["*rank 1 of 2 failed first*"])
+
+
+def test_exceptions_that_are_each_others_cause_are_reported() -> None:
+    one, other = ValueError("one"), TypeError("other")
+    one.__cause__, other.__cause__ = other, one
+    call: Any = SimpleNamespace(excinfo=SimpleNamespace(value=one))
+    thread = threading.Thread(target=pytest_runtest_makereport, args=(call,), daemon=True)
+    thread.start()
+    thread.join(60.0)
+    assert not thread.is_alive()

@@ -185,7 +185,9 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
     """Let pytest show an error of this package at the line that called it: the text explains it."""
     errors = sys.modules.get("collective.errors")
     error = call.excinfo.value if call.excinfo else None
-    while errors is not None and error is not None:
+    seen: set[int] = set()  # two exceptions may be each other's cause
+    while errors is not None and error is not None and id(error) not in seen:
+        seen.add(id(error))
         trace = error.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code.co_filename.startswith(errors.HOMES):
