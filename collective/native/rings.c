@@ -155,7 +155,8 @@ static void note_prefix(struct exchange *x, struct ring *r, int64_t *words)
     r->room = (0 - (size_t)lengths) / HEAD_BYTES;
     r->words = (0 - (size_t)lengths) % HEAD_BYTES;
     words[2] = 0;
-    if (r->left != HEAD_BYTES || r->room > HEAD_ROOM || r->words > 8 * HEAD_WORDS || r->words % 8)
+    if (r->left != HEAD_BYTES || r->room > HEAD_ROOM || r->words == 0 || r->words > 8 * HEAD_WORDS
+        || r->words % 8)
         x->damage = "a head of impossible lengths";
 }
 

@@ -372,6 +372,7 @@ def test_invalid_prefix_is_refused(prefix: tuple[int, int, int]) -> None:
     "lengths",
     [
         pytest.param(-(897 * 1024 + 40), id="too many elements"),
+        pytest.param(-1024, id="no words"),
         pytest.param(-136, id="too many words"),
         pytest.param(-44, id="a part of a word"),
         pytest.param(-(1 << 63), id="beyond all numbers"),
