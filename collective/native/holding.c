@@ -124,23 +124,22 @@ static PyObject *hold_memory(const struct core *core, PyObject *array)
     return held;
 }
 
-int hold_both(const struct core *core, const struct view *const *views, PyObject **held)
-{
-    int there = 1;
-    for (int i = 0; i < 2; i++) {
-        if (views[i] != NULL && held[i] == NULL)
-            held[i] = hold_memory(core, views[i]->array);
-        there = there && (views[i] == NULL || is_there(core, views[i]));
-    }
-    return there;
-}
-
 int are_kept(const struct core *core, const struct view *const *views, PyObject *const *held)
 {
     for (int i = 0; i < 2; i++)
         if (views[i] != NULL && !is_kept(core, held[i], views[i]))
             return 0;
     return 1;
+}
+
+/* A look at a tensor may release the interpreter lock: PyTorch does so in is_neg(). So both arrays are
+   held before either is looked at. */
+int hold_both(const struct core *core, const struct view *const *views, PyObject **held)
+{
+    for (int i = 0; i < 2; i++)
+        if (views[i] != NULL && held[i] == NULL)
+            held[i] = hold_memory(core, views[i]->array);
+    return are_kept(core, views, held);
 }
 
 /* Returns the items of a list, tuple or dict as a tuple, which keeps them: to hold an array may run
