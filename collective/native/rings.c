@@ -306,26 +306,35 @@ void exchange_choose(struct exchange *x, int64_t now)
     x->fetches = x->address != NULL && fetches(&x->messages->in[x->from].ring, x->nbytes, x->both);
 }
 
-void exchange_timed(struct exchange *x, int64_t now)
+/* Notes the cost of a message in ns per byte; returns whether the next one is to be fetched. */
+static int next_way(struct ways *w, int fetched, double cost)
 {
-    struct ring *r = &x->messages->in[x->from].ring;
-    if (x->address == NULL || x->nbytes < MEASURED_BYTES || x->fetched != x->fetches)
-        return;
-    int place = place_of(x->nbytes, x->both);
-    struct ways *w = &r->ways[place];
-    double cost = (double)(now - x->since) / (double)x->nbytes, *known = &w->cost[x->fetched];
+    double *known = &w->cost[fetched];
     *known = *known == 0 || cost < GROWTH * *known ? cost : GROWTH * *known;
     int better = w->better ? w->cost[0] >= LESS * w->cost[1] : w->cost[1] < LESS * w->cost[0];
     if (better != w->better || w->pause == 0)
         w->left = w->pause = FIRST_PAUSE;
-    int fetches = w->better = better;
-    if (--w->left < 0) {
-        fetches = !better;
-        w->left = w->pause = w->pause < MOST_PAUSE ? 2 * w->pause : MOST_PAUSE;
-    }
-    uint64_t bits = __atomic_load_n(r->claim + 1, __ATOMIC_RELAXED), bit = UINT64_C(1) << place;
-    if (!(bits & bit) != !fetches)
-        __atomic_store_n(r->claim + 1, bits ^ bit, __ATOMIC_RELAXED);
+    w->better = better;
+    if (--w->left >= 0)
+        return better;
+    w->left = w->pause = w->pause < MOST_PAUSE ? 2 * w->pause : MOST_PAUSE;
+    return !better;
+}
+
+/* The ways belong to the owner of the end. A message that has ended while another exchange has the end
+   is not measured. */
+void exchange_timed(struct exchange *x, int64_t now)
+{
+    struct end *e = &x->messages->in[x->from];
+    if (x->address == NULL || x->nbytes < MEASURED_BYTES || x->fetched != x->fetches || !end_take(e))
+        return;
+    int place = place_of(x->nbytes, x->both);
+    int fetches = next_way(&e->ring.ways[place], x->fetched,
+                           (double)(now - x->since) / (double)x->nbytes);
+    uint64_t *bits = e->ring.claim + 1, bit = UINT64_C(1) << place;
+    if (!(__atomic_load_n(bits, __ATOMIC_RELAXED) & bit) != !fetches)
+        __atomic_fetch_xor(bits, bit, __ATOMIC_RELAXED);
+    end_leave(x->messages, e);
 }
 
 const struct carrier rings = {8, 0, may_have, has, read_bytes, send_pieces, announce_end};
