@@ -278,7 +278,7 @@ class Server:
                 # A peer that knows the key may still send anything: at worst that ends its own
                 # connection.
                 why = f"{type(error).__name__}: {error}"
-            self._lose(link, why)
+            self._end_link(link, why)
 
     def _flush(self, link: Link) -> None:
         """Send a peer more of its pending answers; once all are sent, listen to it again."""
@@ -287,9 +287,9 @@ class Server:
                 if link.flush():
                     self._selector.modify(link, selectors.EVENT_READ)
             except OSError:
-                self._lose(link, "")
+                self._end_link(link, "")
 
-    def _lose(self, link: Link, why: str) -> None:
+    def _end_link(self, link: Link, why: str) -> None:
         if link in self.peers:
             self.drop(link)
             self._handler.gone(link, why)
@@ -313,7 +313,7 @@ class Server:
         link.write(answer)
         self._forget(link)
         if self._room is not None and len(self.peers) >= self._room:
-            self._lose(next(iter(self.peers)), "")
+            self._end_link(next(iter(self.peers)), "")
         self.peers[link] = None
 
 

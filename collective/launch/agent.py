@@ -3,8 +3,8 @@
 An agent decides nothing. It obeys orders and reports what becomes of the processes. For a run on
 this host it is an object of the supervisor's process (:class:`LocalHost`). On each of several hosts
 (:mod:`collective.launch.hosts.agent`), and for each process of an MPI world
-(:mod:`collective.launch.mpi_rank`), it is a process, and orders and reports are the frames of a
-channel. The last runs without NumPy, so this module and those that it imports need none.
+(:mod:`collective.launch.mpi_rank`), it is a process, and orders and reports are the frames of an
+:class:`AgentLine`. The last runs without NumPy, so this module and those that it imports need none.
 
 No process outlives its agent. The kernel kills a rank whose parent has ended. Processes that the
 rank has started become children of the agent, or of whoever watches the agent, which is therefore
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from collective.inner import platform
 
-from .channel import Channel, Message, Outlet, Output
+from .agent_line import AgentLine, Message, Outlet, Output
 from .loop import Loop, end_children, ended_children
 
 if TYPE_CHECKING:
@@ -217,28 +217,28 @@ class Agent:
 
 
 class RemoteAgent(Agent):
-    """Agent that is a process: it obeys the frames of a channel until the channel ends.
+    """Agent that is a process: it obeys the frames of its line until the line ends.
 
     Args:
         incoming, outgoing: descriptors of the connection to the supervisor.
     """
 
     def __init__(self, incoming: int, outgoing: int) -> None:
-        self._channel = Channel(incoming, outgoing, greeted=False)
-        super().__init__(Loop(), self._channel.post, os.environ, subprocess.PIPE)
+        self._line = AgentLine(incoming, outgoing, greeted=False)
+        super().__init__(Loop(), self._line.post, os.environ, subprocess.PIPE)
         self._over = False
 
     def _step(self, seconds: float | None) -> None:
         """Handle the next events, after at most so many seconds."""
-        self._loop.step([self._channel, *self._inputs.values()], seconds)
+        self._loop.step([self._line, *self._inputs.values()], seconds)
         for number in [number for number in self._fed if not self._inputs[number].waiting]:
             self._fed.remove(number)
-            self._channel.post({"kind": "fed", "process": number})
+            self._line.post({"kind": "fed", "process": number})
 
     def _hear(self) -> None:
         """Obey the frames that have come."""
         try:
-            frames = self._channel.receive()
+            frames = self._line.receive()
         except (EOFError, ValueError, OSError):
             self._end()
             return
@@ -248,7 +248,7 @@ class RemoteAgent(Agent):
     def _end(self) -> None:
         """End the agent and its processes, for instance if the supervisor has ended."""
         self._over = True
-        self._loop.forget(self._channel.incoming)
+        self._loop.forget(self._line.incoming)
 
 
 class Host(ABC):

@@ -35,7 +35,7 @@ _LOOK_S = 0.2
 _SHOWN = 4000  # bytes of output in errors
 # Time for the last output of a rank to arrive through the command that started it.
 _PASSED_ON_S = 0.05
-_RANK = "import sys; from collective.launch import control; control.main(sys.argv[1:])"
+_RANK = "import sys; from collective.launch import rank_line; rank_line.main(sys.argv[1:])"
 
 
 def under_mpiexec(
@@ -94,7 +94,7 @@ class CalledProcess(ProcessHandle):
 class CommandStarter(ProcessStarter):
     """Starter of ranks by commands; if one rank has ended, all are replaced.
 
-    Each rank connects to a socket (:func:`collective.launch.control.call_back`) and runs the jobs
+    Each rank connects to a socket (:func:`collective.launch.rank_line.call_back`) and runs the jobs
     that arrive through this connection. The output of the commands and the ranks is kept for
     errors.
 

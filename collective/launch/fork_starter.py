@@ -23,7 +23,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from collective import BackendUnavailableError
 from collective.inner import Deadline
 
-from . import control
+from . import rank_line
 from .command_starter import CalledProcess
 from .process_starter import ProcessStarter
 from .ranks import LEAVE_S, Handle
@@ -129,7 +129,7 @@ def _be_rank(
     code = 1
     try:
         begin()
-        control.serve_as(environ, rank, line)
+        rank_line.serve_as(environ, rank, line)
         end()
         code = 0
     except BaseException:

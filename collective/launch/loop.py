@@ -2,8 +2,9 @@
 
 Supervisor and agents have one :class:`Loop` each, and no thread for each child. Nothing in it
 blocks: while the process waited for a slow reader of its output, it would miss signals, ends of
-ranks and the signs of life of hosts. So bytes to be written wait in an :class:`~.channel.Outlet`.
-While too many wait, the loop reads nothing from the ranks, and the kernel slows them down.
+ranks and the signs of life of hosts. So bytes to be written wait in an
+:class:`~.agent_line.Outlet`. While too many wait, the loop reads nothing from the ranks, and the
+kernel slows them down.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import partial
 
 from collective.inner import Deadline, platform
 
-from .channel import Outlet
+from .agent_line import Outlet
 
 __all__ = ["Loop", "end_children", "ended_children", "parents"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from collective.inner import Deadline
 
 from .agent import Host, LocalHost
-from .channel import Channel, Message, Output
+from .agent_line import AgentLine, Message, Output
 from .loop import Loop
 from .mpi_rank import PIPES
 from .mpiexec import mpi_segments, remove_segments
@@ -68,7 +68,7 @@ class _Helper(Host):
         # end of file tells that the helper has ended.
         *self._outputs, orders = (self._pipe(kind, os.O_RDWR) for kind in PIPES[:3])
         reports = self._pipe(PIPES[3], os.O_RDONLY)
-        self.channel = Channel(reports, orders, greeted=False)
+        self.line = AgentLine(reports, orders, greeted=False)
         loop.watch(reports, self.hear)
 
     def _pipe(self, kind: str, flags: int) -> int:
@@ -80,7 +80,7 @@ class _Helper(Host):
         return pipe
 
     def post(self, frame: Message | Output) -> None:
-        self.channel.post(frame)
+        self.line.post(frame)
         if not isinstance(frame, Output) and frame["kind"] == "start":
             for stream, pipe in enumerate(self._outputs, 1):
                 self._loop.relay(pipe, partial(self._relay, frame["process"], stream))
@@ -90,11 +90,11 @@ class _Helper(Host):
 
     def hear(self) -> None:
         """Pass on what the helper has reported, and what its rank has written before its end."""
-        reports = self.channel.incoming
+        reports = self.line.incoming
         if not self._loop.watches(reports):
             return  # all has been read
         try:
-            frames = self.channel.receive()
+            frames = self.line.receive()
         except EOFError:
             self._loop.forget(reports)
             frames = [{"kind": "vanished"}]
@@ -150,7 +150,7 @@ class MpiSupervisor(Supervisor):
         self._directory.mkdir(mode=0o700)
         for place in self._places:
             place.host.attend(self._loop, partial(self._heard, place.host))
-        self._outlets |= {helper.channel for helper in self._helpers}
+        self._outlets |= {helper.line for helper in self._helpers}
         # Variables that all ranks share go through mpiexec, which may add some. The secret does
         # not, since mpiexec might send it over a network or put it on a command line.
         shared = dict(

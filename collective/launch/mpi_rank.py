@@ -3,7 +3,7 @@
 The agent imports no NumPy, so it costs only a few milliseconds. Its directory is that of
 :mod:`collective.launch.mpi`, and contains named pipes for each rank N: the rank writes its output
 to ``N.out`` and ``N.error`` itself, so that none is lost if mpiexec kills the agent. ``N.orders``
-and ``N.reports`` are the channel. The order ``finish`` makes this process end, as the rank did.
+and ``N.reports`` are the agent line. The order ``finish`` makes this process end, as the rank did.
 The order ``die`` makes it kill itself.
 """
 
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 
 from .agent import RemoteAgent
-from .channel import Message
+from .agent_line import Message
 
 __all__ = ["PIPES", "main"]
 
@@ -50,7 +50,7 @@ class _MpiAgent(RemoteAgent):
     def run(self) -> int:
         """Obey the supervisor until the end; return the code of the rank as a shell would."""
         self._loop.catch(self._caught, signal.SIGCHLD, *_SIGNALS)
-        self._loop.watch(self._channel.incoming, self._hear)
+        self._loop.watch(self._line.incoming, self._hear)
         # When this process ends with a failure, mpiexec stops the other ranks. So it waits for an
         # order: the other ranks first get time to report what they noticed.
         while not self._over:

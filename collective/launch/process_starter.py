@@ -19,7 +19,7 @@ from typing import Any
 
 from collective.inner import Deadline
 
-from . import control
+from . import rank_line
 from .outcome import Outcome, RankDiedError
 from .ranks import LEAVE_S, Handle, Job, Starter
 
@@ -50,7 +50,7 @@ def preload(modules: Sequence[str]) -> None:
     Args:
         modules: names of modules; a module that cannot be imported is skipped.
     """
-    multiprocessing.set_forkserver_preload([control.__name__, *modules])
+    multiprocessing.set_forkserver_preload([rank_line.__name__, *modules])
     _preloaded[:] = modules
 
 
@@ -130,7 +130,7 @@ class ProcessHandle(Handle):
         self.line.send_bytes(job)
 
     def go(self) -> None:
-        self.line.send_bytes(control.GO)
+        self.line.send_bytes(rank_line.GO)
 
     def answer(self) -> Outcome | None:
         """Read the answer of the rank; call this when there is an answer, or the rank has ended."""
@@ -141,7 +141,7 @@ class ProcessHandle(Handle):
             message = b""
         if not message:
             return self.died()
-        return None if message == control.LOADED else control.outcome_of(message)
+        return None if message == rank_line.LOADED else rank_line.outcome_of(message)
 
     def died(self) -> Outcome:
         self.gone = True
@@ -157,12 +157,12 @@ class ProcessHandle(Handle):
 
     def stacks(self) -> str:
         try:
-            self.line.send_bytes(control.STACKS)
+            self.line.send_bytes(rank_line.STACKS)
             deadline = Deadline(_STACKS_S)
             while self.line.poll(deadline.left()):
                 message = self.line.recv_bytes()
-                if message.startswith(control.STACKS):  # skip an outcome that comes too late
-                    return message.removeprefix(control.STACKS).decode()
+                if message.startswith(rank_line.STACKS):  # skip an outcome that comes too late
+                    return message.removeprefix(rank_line.STACKS).decode()
         except (EOFError, OSError):
             pass
         return ""
@@ -181,7 +181,7 @@ class _Started(ProcessHandle):
         context = ForkServerContext() if _forks() else SpawnContext()
         line, child_line = context.Pipe()
         self._process = context.Process(
-            target=control.serve_as,
+            target=rank_line.serve_as,
             # Pass the variables, since the server still has those of its start.
             args=(dict(os.environ), rank, child_line),
             name=f"rank-{rank}",

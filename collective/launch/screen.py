@@ -11,7 +11,7 @@ import os
 import re
 import time
 
-from .channel import Outlet
+from .agent_line import Outlet
 from .tracebacks import find_traceback
 
 __all__ = ["RankOutput", "Screen"]

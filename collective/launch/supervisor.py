@@ -33,7 +33,7 @@ from collective.inner import Deadline, platform
 from collective.start.connecting import failing, tell_ended
 
 from .agent import Host
-from .channel import BEAT_S, Message, Outlet, Output
+from .agent_line import BEAT_S, Message, Outlet, Output
 from .loop import Loop
 from .screen import RankOutput, Screen
 from .tracebacks import sift, split_traceback, summary
@@ -366,7 +366,7 @@ class Supervisor:
             host.leaving = True
             self._say(f"host {host.name} goes down; its ranks leave")
         elif kind == "lost":
-            self._lose(host)
+            self._lose_host(host)
         elif kind == "finished":
             self._finished.add(host)
         elif rank is not None:
@@ -489,7 +489,7 @@ class Supervisor:
         """Return the ranks that run on any of ``hosts``."""
         return [rank for rank in self._ranks if rank.runs and rank.place.host in hosts]
 
-    def _lose(self, host: Host) -> None:
+    def _lose_host(self, host: Host) -> None:
         """End the ranks of a host that is lost, and tell the other ranks."""
         ranks = self._ranks_on(host)
         self._meeting.tell_lost([_identity(rank) for rank in ranks])
@@ -519,7 +519,7 @@ class Supervisor:
         for host in lost:
             host.lose("it is silent")
         for host in lost:
-            self._lose(host)
+            self._lose_host(host)
 
     def _cut_off(self) -> list[Host]:
         """Return the hosts to give up early, because the other ranks can go on without them."""
@@ -609,7 +609,7 @@ class Supervisor:
             self._step()
         for host in set(self._living) - self._finished:
             host.lose("it did not end what the ranks have left")
-            self._lose(host)
+            self._lose_host(host)
 
     def _take_tracebacks(self, besides: Rank) -> list[FailedRank]:
         """Return the failures whose tracebacks are held back, in the order of the ranks.

@@ -105,7 +105,7 @@ static int finish(Call *call)
 
 /* Compares the ranks' calls, and gathers their pieces in scratch memory; returns -1 with an exception, or
    whether all ranks make the same call. */
-static int compare_calls(const Replay *self, Call *call, const char *src, char *scratch)
+static int compare_and_gather(const Replay *self, Call *call, const char *src, char *scratch)
 {
     struct messages *m = &self->over->messages;
     int same = 1;
@@ -182,7 +182,7 @@ static int raise_difference(const Replay *self, const Call *call)
 static int run_all(const Replay *self, Call *call, char *const *base)
 {
     call->unlocked = PyEval_SaveThread();
-    int state = compare_calls(self, call, base[SRC], base[SCRATCH]);
+    int state = compare_and_gather(self, call, base[SRC], base[SCRATCH]);
     for (Py_ssize_t i = 0; state == 1 && i < self->count; i++)
         if (run_step(self, call, &self->steps[i], base) < 0)
             state = -1;

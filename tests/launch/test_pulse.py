@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from collective.launch.channel import BEAT_S
+from collective.launch.agent_line import BEAT_S
 from collective.launch.hosts import reachability
 from collective.launch.hosts.reachability import Pulse
 from collective.launch.supervisor import Place, Supervisor
@@ -122,7 +122,7 @@ def test_host_of_this_process_is_never_cut_off(clock: Clock) -> None:
 
 def machine(*, local: bool = False, cut_off: bool = False) -> Any:
     pulse = SimpleNamespace(is_cut_off=lambda: cut_off)
-    return SimpleNamespace(local=local, lost="", channel=None, pulse=pulse)
+    return SimpleNamespace(local=local, lost="", line=None, pulse=pulse)
 
 
 def given_up(*hosts: Any, spare: int) -> list[Any]:

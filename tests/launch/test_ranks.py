@@ -24,7 +24,7 @@ from collective.launch.ranks import FunctionJob, Job, Participant, Ranks, Starte
 from tests.support.interpreter import ROOT, run_python
 from tests.support.launches import DEADLINE_S
 
-PROGRAM = "import sys; from collective.launch import control; control.main(sys.argv[1:])"
+PROGRAM = "import sys; from collective.launch import rank_line; rank_line.main(sys.argv[1:])"
 
 
 def by_hand(address: str) -> list[Command]:

@@ -2,7 +2,7 @@
 
 It runs as ``python -m collective.launch.hosts.agent``, under ssh or as a child of the supervisor.
 It decides nothing: it obeys the messages on standard input, and reports on standard output
-(:mod:`collective.launch.channel`). When standard input ends, or nothing has come for a while,
+(:mod:`collective.launch.agent_line`). When standard input ends, or nothing has come for a while,
 it kills the ranks. The agent is two processes (:func:`collective.launch.launcher.watch_over`). If
 one of them is killed, the other ends what is left.
 """
@@ -25,7 +25,7 @@ from collective.platform import adopt_orphans, held_port, usable_cores
 from collective.start.network import interfaces
 
 from ..agent import RemoteAgent
-from ..channel import BEAT_S, Message
+from ..agent_line import BEAT_S, Message
 from ..launcher import watch_over
 from ..loop import end_children
 from .reachability import Listener, reached
@@ -67,9 +67,9 @@ class HostAgent(RemoteAgent):
         # A host that is shut down sends SIGTERM to both processes of the agent.
         self._loop.catch(self._caught, signal.SIGCHLD, signal.SIGTERM)
         self._loop.watch(self._control, self._heed)
-        self._loop.watch(self._channel.incoming, self._hear)
-        self._channel.greet()
-        self._channel.post(self._hello())
+        self._loop.watch(self._line.incoming, self._hear)
+        self._line.greet()
+        self._line.post(self._hello())
         while not self._over:
             self._step(max(0.0, self._said + BEAT_S - time.monotonic()))
             self._keep_alive()
@@ -101,19 +101,19 @@ class HostAgent(RemoteAgent):
         now = time.monotonic()
         if now - self._said >= BEAT_S:
             self._beat()
-        if self._channel.broken or now - self._heard > _SILENCE_S:
+        if self._line.broken or now - self._heard > _SILENCE_S:
             self._end()
-        left = not (self.runs or self._channel.waiting)
+        left = not (self.runs or self._line.waiting)
         if self._leaves is not None and (left or self._leaves.expired):
             self._end()
 
     def _beat(self) -> None:
         """Send a sign of life."""
-        # The channel may be full because the launcher's output has a slow reader.
-        if self._channel.waiting:
+        # The line may be full because the launcher's output has a slow reader.
+        if self._line.waiting:
             return
         self._said = time.monotonic()
-        self._channel.post({"kind": "beat"})
+        self._line.post({"kind": "beat"})
 
     def _hear(self) -> None:
         self._heard = time.monotonic()
@@ -131,7 +131,7 @@ class HostAgent(RemoteAgent):
         """Pass SIGTERM on, so that the ranks leave by themselves, and end after them."""
         if self._leaves is None:
             self._leaves = Deadline(_LEAVE_S)
-            self._channel.post({"kind": "leaving"})
+            self._line.post({"kind": "leaving"})
             self._send_all(signal.SIGTERM, group=False)
 
     # -- before the start --------------------------------------------------------------------
@@ -146,7 +146,7 @@ class HostAgent(RemoteAgent):
                 reason = f"script {script!r}: no such file in {directory}"
         except OSError as error:
             reason = f"directory {directory}: {error.strerror}"
-        self._channel.post({"kind": "entered", "why": reason, "time": time.time()})
+        self._line.post({"kind": "entered", "why": reason, "time": time.time()})
 
     def _listen(self, message: Message) -> None:
         """Listen at the address that the ranks of this host will use."""
@@ -162,11 +162,11 @@ class HostAgent(RemoteAgent):
             )
         except (RuntimeError, OSError) as error:  # CollectiveError is a RuntimeError
             answer["why"] = str(error)
-        self._channel.post(answer)
+        self._line.post(answer)
 
     def _probe(self, message: Message) -> None:
         """Connect to the other hosts; report which cannot be reached."""
-        self._channel.post({"kind": "reached", "failures": reached(message["peers"])})
+        self._line.post({"kind": "reached", "failures": reached(message["peers"])})
 
     # -- processes ---------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from collective.inner import Deadline, HostSlots
 from collective.start.network import interfaces, is_loopback
 
 from ..agent import Host
-from ..channel import BEAT_S, Channel, Message, Output
+from ..agent_line import BEAT_S, AgentLine, Message, Output
 from ..loop import Loop
 from .reachability import Pulse
 
@@ -95,7 +95,7 @@ class Machine(Host):
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         assert self.process.stderr is not None
-        self.channel = Channel(
+        self.line = AgentLine(
             self.process.stdout.fileno(), self.process.stdin.fileno(), greeted=True
         )
         self.errors = self.process.stderr.fileno()
@@ -111,7 +111,7 @@ class Machine(Host):
     def listen(self, loop: Loop, heard: Callable[[Message | Output], object]) -> None:
         """Pass on what the agent reports, and keep for errors what ssh writes."""
         self._loop = loop
-        loop.watch(self.channel.incoming, partial(self._hear, heard), is_source=True)
+        loop.watch(self.line.incoming, partial(self._hear, heard), is_source=True)
 
     def _hear(self, heard: Callable[[Message | Output], object]) -> None:
         for frame in self.receive():
@@ -130,21 +130,21 @@ class Machine(Host):
             heard({"kind": "complaint", "text": line})
 
     def post(self, frame: Message | Output) -> None:
-        self.channel.post(frame)
+        self.line.post(frame)
 
     def beat(self) -> None:
         """Send the agent a sign of life, and what could not be written before."""
-        if self.channel.waiting:
-            self.channel.flush()
+        if self.line.waiting:
+            self.line.flush()
         else:
-            self.channel.post({"kind": "beat"})
+            self.line.post({"kind": "beat"})
 
     def receive(self) -> list[Message | Output]:
         """Return the frames that have come; note in :attr:`lost` if the connection has ended."""
         if self.lost:
             return []  # by now the descriptor may be another one, such as that of a rank's link
         try:
-            frames = self.channel.receive()
+            frames = self.line.receive()
         except (EOFError, OSError):
             self.lose(self._why())
             return []
@@ -167,21 +167,21 @@ class Machine(Host):
         """Return ``event`` and the last text on standard error, if any, as the reason."""
         self.complaints()
         text = _readable(self._complaints)
-        if not self.hello and (noise := _readable(self.channel.noise)):
+        if not self.hello and (noise := _readable(self.line.noise)):
             text = f"{text}\n{noise}" if text else noise
         return f"{event}: {text}" if text else event
 
     def lose(self, why: str) -> None:
         super().lose(why)
         if self._loop is not None:
-            for descriptor in (self.channel.incoming, self.errors):
+            for descriptor in (self.line.incoming, self.errors):
                 self._loop.forget(descriptor)
         self.close()
 
     def close(self) -> None:
         """End the connection: the agent kills what still runs, and ends."""
         self.pulse.forget()
-        self.channel.broken = True
+        self.line.broken = True
         for file in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert file is not None
             file.close()

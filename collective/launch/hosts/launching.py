@@ -33,7 +33,7 @@ from collective.start.stores import seal
 from collective.start.tcp_store import StoreServer
 
 from ..agent import Host
-from ..channel import Message
+from ..agent_line import Message
 from ..launcher import run_attempts, watch_over
 from ..supervisor import Meeting, Place, Supervisor
 from ..variables import Run, inherited, python_path, shared_variables

@@ -20,7 +20,7 @@ from collective.inner import Deadline
 from collective.start.rendezvous import Endpoint
 from collective.start.resolver import listen_toward
 
-from ..channel import BEAT_S
+from ..agent_line import BEAT_S
 
 __all__ = ["Listener", "Pulse", "reached"]
 

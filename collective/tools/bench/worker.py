@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from collective.inner import Deadline, Participant
-from collective.launch import control
+from collective.launch import rank_line
 from collective.launch.ranks import Job
 
 from .libraries import BenchLibrary, Unsupported, open_library
@@ -252,7 +252,7 @@ def main() -> None:
     folder = Path(where)
     library = open_library(name, folder)
     participant = Participant(library.rank, {"worker": Worker(library, folder)})
-    control.serve(participant, control.call_back(address, library.rank), foreign=True)
+    rank_line.serve(participant, rank_line.call_back(address, library.rank), foreign=True)
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def main(arguments: Sequence[str]) -> None:
     launched = detect(os.environ)
     if launched is None:
         raise SystemExit(
-            "collective.launch.control: no launcher has given this process a rank. Start it with "
+            "collective.launch.rank_line: no launcher has given this process a rank. Start it with "
             "a launcher, such as mpiexec."
         )
     if launched.launcher in ("mpich", "intelmpi"):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from collective.launch.channel import GREETING, Channel, Output
+from collective.launch.agent_line import GREETING, AgentLine, Output
 from collective.launch.hosts import cluster
 from collective.launch.hosts.reachability import Pulse
 
@@ -33,9 +33,9 @@ FRAMES = [
 
 
 def written(*frames: object) -> bytes:
-    """Return the bytes that a channel writes for ``frames``."""
+    """Return the bytes that a line writes for ``frames``."""
     ends = os.pipe()
-    sender = Channel(ends[0], ends[1], greeted=False)
+    sender = AgentLine(ends[0], ends[1], greeted=False)
     for frame in frames:
         sender.post(frame)
     data = os.read(ends[0], 1 << 16)
@@ -45,14 +45,14 @@ def written(*frames: object) -> bytes:
 
 
 def test_frames_arrive_as_they_were_posted(pipe: tuple[int, int]) -> None:
-    receiver = Channel(*pipe, greeted=False)
+    receiver = AgentLine(*pipe, greeted=False)
     os.write(pipe[1], written(*FRAMES))
     assert receiver.receive() == FRAMES
     assert receiver.receive() == []
 
 
 def test_frames_in_pieces_arrive_once_they_are_whole(pipe: tuple[int, int]) -> None:
-    receiver, found = Channel(*pipe, greeted=False), []
+    receiver, found = AgentLine(*pipe, greeted=False), []
     for byte in written(*FRAMES):
         os.write(pipe[1], bytes([byte]))
         found += receiver.receive()
@@ -60,7 +60,7 @@ def test_frames_in_pieces_arrive_once_they_are_whole(pipe: tuple[int, int]) -> N
 
 
 def test_text_of_login_shell_before_greeting_is_skipped(pipe: tuple[int, int]) -> None:
-    receiver, found = Channel(*pipe, greeted=True), []
+    receiver, found = AgentLine(*pipe, greeted=True), []
     for byte in b"Welcome!\n\0coll" + GREETING + written(*FRAMES):
         os.write(pipe[1], bytes([byte]))
         found += receiver.receive()
@@ -69,7 +69,7 @@ def test_text_of_login_shell_before_greeting_is_skipped(pipe: tuple[int, int]) -
 
 
 def test_end_is_reported_after_the_last_frame(pipe: tuple[int, int]) -> None:
-    receiver = Channel(pipe[0], os.open(os.devnull, os.O_WRONLY), greeted=False)
+    receiver = AgentLine(pipe[0], os.open(os.devnull, os.O_WRONLY), greeted=False)
     os.write(pipe[1], written(FRAMES[0]))
     os.close(pipe[1])
     assert receiver.receive() == FRAMES[:1]
@@ -82,14 +82,14 @@ def test_end_is_reported_after_the_last_frame(pipe: tuple[int, int]) -> None:
     "data", [b"\x09\0\0\0\1x", b"\0\xff\xff\xff\xff", b"\0\0\0\0\2[]", b"\0\0\0\0\1{"]
 )
 def test_bytes_of_no_agent_are_refused(pipe: tuple[int, int], data: bytes) -> None:
-    receiver = Channel(*pipe, greeted=False)
+    receiver = AgentLine(*pipe, greeted=False)
     os.write(pipe[1], data)
     with pytest.raises(ValueError):  # noqa: PT011  # the texts are of json, too
         receiver.receive()
 
 
-def test_channel_is_full_until_other_side_reads(pipe: tuple[int, int]) -> None:
-    sender = Channel(*pipe, greeted=False)
+def test_line_is_full_until_other_side_reads(pipe: tuple[int, int]) -> None:
+    sender = AgentLine(*pipe, greeted=False)
     while not sender.full:
         sender.post(Output(0, 1, bytes(1 << 16)))
     assert sender.waiting
@@ -99,8 +99,8 @@ def test_channel_is_full_until_other_side_reads(pipe: tuple[int, int]) -> None:
     assert not sender.full
 
 
-def test_channel_whose_reader_is_gone_is_broken(pipe: tuple[int, int]) -> None:
-    sender = Channel(os.open(os.devnull, os.O_RDONLY), pipe[1], greeted=False)
+def test_line_whose_reader_is_gone_is_broken(pipe: tuple[int, int]) -> None:
+    sender = AgentLine(os.open(os.devnull, os.O_RDONLY), pipe[1], greeted=False)
     os.close(pipe[0])
     sender.post({"kind": "beat"})
     assert sender.broken
@@ -129,7 +129,7 @@ def host(pipe: tuple[int, int]) -> cluster.Machine:
     machine = cluster.Machine.__new__(cluster.Machine)
     machine.process = Immortal()  # type: ignore[assignment]
     machine.pulse, machine.lost, machine.hello = Pulse(), "", {"kind": "hello"}
-    machine.channel = Channel(*pipe, greeted=False)
+    machine.line = AgentLine(*pipe, greeted=False)
     return machine
 
 

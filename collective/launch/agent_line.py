@@ -15,7 +15,7 @@ import select
 import struct
 from typing import Any, NamedTuple
 
-__all__ = ["BEAT_S", "GREETING", "Channel", "Message", "Outlet", "Output"]
+__all__ = ["BEAT_S", "GREETING", "AgentLine", "Message", "Outlet", "Output"]
 
 #: Seconds between two signs of life of an agent and of the supervisor.
 BEAT_S = 0.25
@@ -100,7 +100,7 @@ class Outlet:
             del self._backlog[:done]
 
 
-class Channel(Outlet):
+class AgentLine(Outlet):
     """One end of a connection between the supervisor and an agent. No method blocks.
 
     Args:
