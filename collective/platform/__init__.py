@@ -99,9 +99,16 @@ _DEFAULT_FLOATS = ("x86_64", "aarch64")
 # -- the host ------------------------------------------------------------------------------
 
 
-def usable_cores() -> int:
-    """Return the number of cores on which this process may run."""
-    return len(os.sched_getaffinity(0))
+def usable_cores(*others: int) -> int:
+    """Return the number of cores on which this process may run, or one of ``others`` by their ids.
+
+    Ranks that are bound to cores have different ones.
+    """
+    cores = os.sched_getaffinity(0)
+    for pid in others:
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another process table
+            cores |= os.sched_getaffinity(pid)
+    return len(cores)
 
 
 def boot_id() -> str:
