@@ -59,7 +59,7 @@ def processors() -> dict[str, Any]:
     """
     every, mine = topology.processors(), topology.processors(usable=True)
     cores = Counter(processor.core for processor in every)
-    shown = (topology.SYSTEM / "cpu/cpu0/topology").is_dir()
+    shown = any(topology.SYSTEM.glob("cpu/cpu[0-9]*/topology"))
     nodes = {
         processor.node: [
             topology.listed(other.number for other in group if other.node == processor.node)
