@@ -108,6 +108,17 @@ def test_bound_ranks_poll_as_ranks_with_enough_cores(launches: Launches, backend
     assert sorted(done.stdout.splitlines()) == ["[0] True", "[1] True"], done.stderr
 
 
+@needs_two_cores
+def test_trace_of_bound_rank_names_the_cores_of_all_ranks(launches: Launches) -> None:
+    """The profile says by this number whether ranks share cores."""
+    script = launches.script("import collective\ncollective.init().barrier()")
+    traces = launches.directory / "traces"
+    traces.mkdir()
+    launches.run("-n", "2", "--bind", script, COLLECTIVE_TRACE=str(traces))
+    heads = [path.read_text().partition("\n")[0] for path in sorted(traces.iterdir())]
+    assert [f'"cores": {sum(map(len, TWO))},' in head for head in heads] == [True, True]
+
+
 def test_ranks_that_are_threads_cannot_be_bound(launches: Launches) -> None:
     done = launches.run("-n", "2", "--bind", "--backend", "threads", launches.script(SHOW))
     assert done.returncode == 2

@@ -325,7 +325,8 @@ def _trial(name: str, mpi: Mapping[str, Any]) -> dict[str, Any]:
         question += f" {starter['path']}"
     load = host.Load()
     answer = ask([question], TRIAL_S)[question]
-    passed, error = not answer.error, answer.error
+    passed: bool | None = not answer.error
+    error = answer.error
     if (answer.late or answer.timed_out) and (busy := load.busy()):
         passed, error = None, f"{error}; {busy}"
     return {"passed": passed, "error": error, **answer.facts}
