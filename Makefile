@@ -90,8 +90,8 @@ docs: .venv/.done
 	@echo "Open site/index.html. Its search needs a server: python3 -m http.server --directory site"
 
 SCHEMA = $(BIN)/check-jsonschema --builtin-schema vendor
-# Two wheels from the sdist's sources: with the native core, and without it for every platform.
-release-check: .venv/.done
+# Two wheels: with the native core, from the sdist's sources, and without it for every platform.
+release-check: docs
 	rm -rf build dist
 	$(BIN)/python -m build --no-isolation
 	COLLECTIVE_DISABLE=native $(BIN)/python -m build --no-isolation --wheel
@@ -101,6 +101,7 @@ release-check: .venv/.done
 	$(SCHEMA).github-workflows .github/workflows/*.yml
 	$(SCHEMA).github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(SCHEMA).github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(BIN)/python -m tests.package.release
 	$(BIN)/towncrier build --draft --version next
 	$(BIN)/cibuildwheel --platform linux --print-build-identifiers
 

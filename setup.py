@@ -9,6 +9,7 @@ import re
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -84,7 +85,19 @@ class Build(build_ext):
 _WITH_CORE = "native" not in os.environ.get("COLLECTIVE_DISABLE", "").split(",")
 
 
-class Pure(Distribution):
+class Package(Distribution):
+    """Distribution without the addresses of a repository that has no owner yet."""
+
+    def parse_config_files(self, *args: Any, **kwargs: Any) -> None:
+        """Read the settings, and leave out addresses with the placeholder for the owner."""
+        super().parse_config_files(*args, **kwargs)
+        urls = self.metadata.project_urls or {}
+        self.metadata.project_urls = {
+            name: url for name, url in urls.items() if "__OWNER__" not in url
+        }
+
+
+class Pure(Package):
     """Distribution without the native core, whose wheel is for every platform."""
 
     def has_ext_modules(self) -> bool:
@@ -132,5 +145,5 @@ setup(
     long_description_content_type="text/markdown",
     # If COLLECTIVE_DISABLE names `native` during the build, the package has no native core. Set
     # later, the same variable keeps the package from using the core.
-    distclass=Distribution if _WITH_CORE else Pure,
+    distclass=Package if _WITH_CORE else Pure,
 )

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from collective.contract.backend import Note
 from collective.contract.failure import LONGER, Failure
+from collective.contract.process import RankProcess
 from collective.contract.recorder import Recorder
 from collective.contract.waits import (
     CLOSED,
@@ -48,6 +49,7 @@ from collective.errors import (
     CommunicatorAbortedError,
     RendezvousError,
 )
+from collective.platform import usable_cores
 
 from .messages import last_call, last_call_of, make_report, waits_of
 from .wait import SLICE_S, Running, Wait, asks_at
@@ -177,6 +179,12 @@ class Channel:
         text = f"{self.name} {members} {nth}"
         name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return Channel(self._monitor, f"group-{name}", members)
+
+    def cores(self) -> int:
+        """Return the number of cores on which this host's ranks of the world may run."""
+        own = RankProcess.own()
+        every = [process for process in self._monitor.processes if process is not None]
+        return usable_cores(*(other.pid for other in every if own and other.host == own.host))
 
     # -- checks of a call -----------------------------------------------------------------
 

@@ -174,7 +174,8 @@ class ShmBackend(OneSided):
         probe = np.full(1, self.rank, np.int64)
         reads = self._can_read(probe, deadline)
         protocol = native.PROTOCOL if native.chosen.extension is not None else 0
-        vote = bytes([reads, protocol, self.size > usable_cores(), cached_bytes() >> 20])
+        cores = usable_cores(*map(control.pid, range(self.size)))
+        vote = bytes([reads, protocol, self.size > cores, cached_bytes() >> 20])
         votes = [tuple(other) for other in control.share(vote, deadline)]
         # All ranks have read the probe before they vote.
         del probe

@@ -24,7 +24,7 @@ from collective.deadline import Deadline
 from collective.errors import BackendError
 from collective.memory.buffer import Buffer
 from collective.native import NOBODY
-from collective.platform import unacknowledged, unsent, usable_cores
+from collective.platform import unacknowledged, unsent
 
 from .compiled import CompiledMessages
 from .connecting import connect_all
@@ -77,7 +77,7 @@ class TcpBackend(Paired):
         # C moves plain bytes.
         are_plain = all(connection.records is None for connection in connections.values())
         if native.chosen.extension is not None and streams and are_plain:
-            crowded = self._world.local_size > usable_cores()
+            crowded = self._world.local_size > self.channel.cores()
             self._messages = CompiledMessages(self, streams, crowded)
             self.exchange = self._messages.exchange
         else:

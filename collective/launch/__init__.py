@@ -19,6 +19,7 @@ from functools import partial
 from collective.contract.process import RankProcess
 from collective.control.secret import parse
 from collective.inner import FileStore, platform
+from collective.platform.topology import processors
 from collective.start.resolver import of_run
 from collective.start.rundir import join, leave
 from collective.start.stores import seal
@@ -27,7 +28,7 @@ from .agent import LocalHost
 from .launcher import run_attempts, watch_over
 from .mpi import MpiSupervisor
 from .mpiexec import Mpiexec
-from .supervisor import Meeting, Place, Supervisor
+from .supervisor import Meeting, Place, Supervisor, bind
 from .variables import Run, cores_for_each, restart_with, shared_variables
 
 __all__ = ["Run", "cores_for_each", "launch", "restart_with"]
@@ -75,14 +76,17 @@ def launch(run: Run, *, mpi: bool = False) -> int:
             shared = shared_variables(run, str(directory), "127.0.0.1", port, number)
             met_in = seal(FileStore(directory), of_run(parse(shared["COLLECTIVE_SECRET"])))
             meeting = Meeting(met_in, [0] * run.size, run.least)
-            places = [(rank, run.size, None) for rank in range(run.size)]
-            environments = run.environments({**os.environ, **shared}, places)
             host = LocalHost("", run.size, own.host if own else "", local=True)
+            host.processors = processors(usable=True)
+            bind(run, [host], number)
+            places = [Place(host, rank, run.size) for rank in range(run.size)]
+            environments = run.environments(
+                {**os.environ, **shared}, [place.seat() for place in places]
+            )
             if start:
                 yield MpiSupervisor(control, run, environments, meeting, host, start, directory)
             else:
-                seats = [Place(host, rank, run.size) for rank in range(run.size)]
-                yield Supervisor(control, run, environments, meeting, [host], seats)
+                yield Supervisor(control, run, environments, meeting, [host], places)
 
     try:
         return watch_over(partial(run_attempts, attempt, run), partial(leave, store, hold))

@@ -18,11 +18,12 @@ import os
 import signal
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from collective.inner import platform
+from collective.platform.topology import Processor, shares
 
 from .agent_line import AgentLine, Message, Outlet, Output
 from .loop import Loop, end_children, ended_children
@@ -162,7 +163,8 @@ class Agent:
             # Each rank has its own process group, so that the processes that it started can be
             # ended with it. And Ctrl-C in a terminal only reaches the launcher, which passes it on.
             start_new_session=True,
-            preexec_fn=platform.die_with_parent(),  # safe: this process has one thread
+            # This is safe, because this process has one thread.
+            preexec_fn=partial(_prepare, platform.die_with_parent(), order["processors"]),
         )
         for stream, file in enumerate((child.stdout, child.stderr), 1):
             if file is not None:
@@ -216,6 +218,15 @@ class Agent:
         self._report({"kind": "finished"})
 
 
+def _prepare(die_with_parent: Callable[[], None], processors: Sequence[int]) -> None:
+    """Bind a new process to processors, if any are named, before it starts its program."""
+    die_with_parent()
+    if processors:
+        # Meanwhile the container may have lost these processors. The rank then runs on the others.
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, processors)
+
+
 class RemoteAgent(Agent):
     """Agent that is a process: it obeys the frames of its line until the line ends.
 
@@ -258,6 +269,9 @@ class Host(ABC):
         name: name of the host, for messages.
         slots: number of ranks that the host takes.
         processes: text by which ranks name the process table of the host.
+        processors: processors that ranks may use there.
+        shares: numbers of the processors of each rank, by its number on the host; empty if ranks
+            are not bound to processors.
         local: whether it is the supervisor's host.
         pulse: signs of life of the host; None for the supervisor's own process.
         lost: why the host is lost; "" while it answers.
@@ -267,9 +281,20 @@ class Host(ABC):
     pulse: Pulse | None = None
     lost = ""
     leaving = False
+    processors: Sequence[Processor] = ()
+    shares: Sequence[Sequence[int]] = ()
 
     def __init__(self, name: str, slots: int, processes: str, *, local: bool) -> None:
         self.name, self.slots, self.processes, self.local = name, slots, processes, local
+
+    def bind(self) -> str:
+        """Bind the ranks that start from now on to processors; return why they are not, or ""."""
+        self.shares = shares(self.processors, self.slots)
+        if self.shares:
+            return ""
+        cores = len({processor.core for processor in self.processors})
+        where = f" on host {self.name}" if self.name else ""
+        return f"--bind: {self.slots} ranks{where} share {cores} cores, so they are not bound"
 
     @abstractmethod
     def attend(self, loop: Loop, heard: Callable[[Message | Output], object]) -> None:

@@ -55,10 +55,12 @@ class _Helper(Host):
 
     Args:
         prefix: path of the pipes, without their kinds.
+        shares: as in :class:`Host`.
     """
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, shares: Sequence[Sequence[int]]) -> None:
         super().__init__("", 1, "", local=True)
+        self.shares = shares
         self._prefix = prefix
 
     def attend(self, loop: Loop, heard: Callable[[Message | Output], object]) -> None:
@@ -134,7 +136,10 @@ class MpiSupervisor(Supervisor):
     ) -> None:
         self._start_with = start
         self._directory = directory / "mpi"
-        self._helpers = [_Helper(f"{self._directory}/{number}") for number in range(run.size)]
+        self._helpers = [
+            _Helper(f"{self._directory}/{number}", host.shares) for number in range(run.size)
+        ]
+        host.shares = ()  # mpiexec itself is not bound
         places = [Place(helper, number, run.size) for number, helper in enumerate(self._helpers)]
         super().__init__(control, run, environments, meeting, [host], places)
         self._mpiexec = _Mpiexec(-1, Place(host, 0, 1), [])

@@ -20,8 +20,9 @@ import itertools
 import math
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
@@ -37,10 +38,10 @@ from .agent_line import BEAT_S, Message, Outlet, Output
 from .loop import Loop
 from .screen import RankOutput, Screen
 from .tracebacks import sift, split_traceback, summary
-from .variables import Run
+from .variables import Run, cores_for_each
 from .verdict import FailedRank, first_in_cause, loss, losses, report
 
-__all__ = ["Meeting", "Place", "Rank", "Supervisor"]
+__all__ = ["Meeting", "Place", "Rank", "Supervisor", "bind"]
 
 # After the first failure, the other ranks have some time to notice and report it. Together with
 # the time of end_children, it stays below the promised two seconds.
@@ -79,6 +80,16 @@ class Place(NamedTuple):
     local_rank: int
     local_size: int
 
+    @property
+    def processors(self) -> Sequence[int]:
+        """Numbers of the processors to which the rank is bound; empty if it is not."""
+        return self.host.shares[self.local_rank] if self.host.shares else ()
+
+    def seat(self) -> tuple[int, int, int]:
+        """Return the place as :meth:`Run.environments` takes it."""
+        cores = len(self.processors) or cores_for_each(self.local_size, len(self.host.processors))
+        return self.local_rank, self.local_size, cores
+
     def for_join(self, size: int) -> dict[str, str]:
         """Return the variables that differ for a process which joins ``size`` ranks here."""
         if self.host.pulse is None:
@@ -93,6 +104,20 @@ class Place(NamedTuple):
             "LOCAL_RANK": local,
             "LOCAL_WORLD_SIZE": str(local_size),
         }
+
+
+def bind(run: Run, hosts: Iterable[Host], number: int) -> None:
+    """Bind the ranks of an attempt to processors, if the run says so; the first one may warn.
+
+    Args:
+        run: what each rank executes.
+        hosts: hosts on which ranks may start.
+        number: number of the attempt, from 0.
+    """
+    for host in hosts if run.bind else ():
+        unbound = host.bind()
+        if unbound and number == 0:
+            print(f"collective run: {unbound}", file=sys.stderr, flush=True)
 
 
 class Rank:
@@ -336,6 +361,7 @@ class Supervisor:
                 "environment": dict(environment),
                 "stdin": platform.descriptor_path(0) if to_rank_0 else "",
                 "lasting": self._run.least < self._run.size,
+                "processors": list(rank.place.processors),
             }
         )
 

@@ -33,6 +33,7 @@ class Run:
             at least ``min_ranks`` survive. Not with MPI.
         verbose: if true, all tracebacks are shown whole, as the ranks write them. By default,
             equal tracebacks are shown once, and without the frames of this package.
+        bind: if true, each rank runs on cores of its own, on a host that has enough of them.
     """
 
     program: Sequence[str]
@@ -42,6 +43,7 @@ class Run:
     max_restarts: int = 0
     replace: bool = False
     verbose: bool = False
+    bind: bool = False
 
     @property
     def command(self) -> list[str]:
@@ -54,14 +56,14 @@ class Run:
         return self.min_ranks or self.size
 
     def environments(
-        self, common: Mapping[str, str], places: Sequence[tuple[int, int, int | None]]
+        self, common: Mapping[str, str], places: Sequence[tuple[int, int, int]]
     ) -> list[dict[str, str]]:
         """Return the environment variables of each rank.
 
         Args:
             common: variables of all ranks, without the settings of the run.
             places: for each rank its number among those of its host, how many these are, and the
-                number of cores of the host; None for those of this process.
+                number of cores to compute with.
         """
         common = {**common, **self.settings}
         return [{**common, **_rank_variables(rank, *place)} for rank, place in enumerate(places)]
@@ -100,18 +102,15 @@ def shared_variables(
     }
 
 
-def _rank_variables(
-    rank: int, local_rank: int, local_size: int, cores: int | None
-) -> dict[str, str]:
+def _rank_variables(rank: int, local_rank: int, local_size: int, cores: int) -> dict[str, str]:
     """Return the variables of one rank.
 
     Args:
         rank: number of the rank.
         local_rank: number of the rank among those of its host.
         local_size: number of ranks on its host.
-        cores: number of cores of its host; None for those of this process.
+        cores: number of cores to compute with.
     """
-    threads = str(cores_for_each(local_size, cores))
     variables = {
         "COLLECTIVE_RANK": str(rank),
         "COLLECTIVE_LOCAL_RANK": str(local_rank),
@@ -119,7 +118,7 @@ def _rank_variables(
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(local_size),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cores)),
     }
     if os.isatty(1):
         # Only rank 0 may draw moving progress bars: several ranks would fight for the last line.

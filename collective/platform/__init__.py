@@ -99,9 +99,16 @@ _DEFAULT_FLOATS = ("x86_64", "aarch64")
 # -- the host ------------------------------------------------------------------------------
 
 
-def usable_cores() -> int:
-    """Return the number of cores on which this process may run."""
-    return len(os.sched_getaffinity(0))
+def usable_cores(*others: int) -> int:
+    """Return the number of cores on which this process may run, or one of ``others`` by their ids.
+
+    Ranks that are bound to cores have different ones.
+    """
+    cores = os.sched_getaffinity(0)
+    for pid in others:
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another process table
+            cores |= os.sched_getaffinity(pid)
+    return len(cores)
 
 
 def boot_id() -> str:
@@ -127,10 +134,18 @@ def cpu_name() -> str:
 
 
 def busy_seconds() -> float:
-    """Return the time that all cores together have been busy, or stolen, since boot."""
-    fields = [int(text) for text in (PROC / "stat").read_text().split("\n")[0].split()[1:9]]
-    user, nice, system, _, _, irq, soft, steal = fields
-    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+    """Return the time that the usable cores together have been busy, or stolen, since boot.
+
+    Raises:
+        OSError: the system does not tell.
+    """
+    mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    rows = [line.split() for line in (PROC / "stat").read_text().splitlines()]
+    ticks = 0
+    for row in [row for row in rows if row[0] in mine] or rows[:1]:  # the first row is the sum
+        user, nice, system, _, _, irq, soft, steal = map(int, row[1:9])
+        ticks += user + nice + system + irq + soft + steal
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 # -- processes -----------------------------------------------------------------------------

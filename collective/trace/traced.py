@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import secrets
 import socket
 import time
@@ -17,7 +18,7 @@ from collective.communicator.communicator import Communicator
 from collective.communicator.listener import CallEvent, Listener
 from collective.contract.work import Lane, Work
 from collective.errors import CollectiveTimeoutError, ConfigError, MismatchError
-from collective.platform import boot_id, usable_cores
+from collective.platform import boot_id
 from collective.request import Disagreement, Request, call_site
 
 from .tracer import Tracer, now, opened, set_current
@@ -131,7 +132,10 @@ def start_tracing(comm: Communicator, directory: str) -> None:
         except OSError as error:
             refused = f"{error.filename or directory}: {error.strerror}"
     mine = comm.rank if tracer is None else tracer.rank
-    about = [secrets.token_hex(4), refused, goes_on, _clock_of_host(), now(), mine]
+    about = [
+        secrets.token_hex(4), refused, goes_on, _clock_of_host(), now(), mine,
+        sorted(os.sched_getaffinity(0)),
+    ]  # fmt: skip
     try:
         every = comm.all_gather_object(about)
     except BaseException as error:
@@ -151,12 +155,14 @@ def start_tracing(comm: Communicator, directory: str) -> None:
         # continues a trace, and not by whether this rank does.
         measured = offsets(comm, [entry[3] for entry in every])
         offset, off_by = measured[comm.rank]
+        # Ranks that are bound to cores have different ones.
+        cores = {core for entry in every if entry[3] == about[3] for core in entry[6]}
         if not goes_on:
             tracer.begin_file(
                 every[0][4] - offset,
                 {
                     "run": every[0][0], "size": comm.size, "local_size": comm.local_size,
-                    "host": comm.host, "cores": usable_cores(), "backend": comm.backend,
+                    "host": comm.host, "cores": len(cores), "backend": comm.backend,
                     "enqueues": comm.inner.enqueues, "clock_error_us": off_by * 1e6,
                 },
             )  # fmt: skip

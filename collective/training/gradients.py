@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +24,6 @@ from collective.errors import (
     InvalidArgumentError,
 )
 from collective.memory.dtypes import named
-from collective.platform import usable_cores
 
 from .replicas import few, refuse_differences
 from .shares import Rebindable
@@ -154,14 +154,15 @@ class Gradients(NotCopied):
     def _begin_over(self) -> None:
         """Lay out the buckets over the communicator, as before the first pass."""
         mine = [[name, f"{dtype}{list(shape)}"] for name, shape, dtype in self.parameters]
-        replies = self.comm.all_gather_object((mine, _overlaps(self.comm)))
+        # Ranks that are bound to cores have different ones.
+        replies = self.comm.all_gather_object((mine, sorted(os.sched_getaffinity(0))))
         every = [parameters for parameters, _ in replies]
         remedy = "Make the same model on every rank, with the same parameters frozen."
         refuse_differences("gradients", "parameters", every, self.comm, remedy)
         first, limit = self._bytes
         if first is None:
-            # The ranks must have equal buckets, so all of them must be able to reduce meanwhile.
-            first = _FIRST if all(overlaps for _, overlaps in replies) else limit
+            cores = {core for _, usable in replies for core in usable}
+            first = _FIRST if _overlaps(self.comm, len(cores)) else limit
         self._limits = min(first, limit), limit
         self._slabs = self._allocate()
         self._reordered = False
@@ -426,13 +427,17 @@ class Gradients(NotCopied):
         return work
 
 
-def _overlaps(comm: Communicator) -> bool:
-    """Return whether this rank has a network, a GPU or an idle core to reduce while it computes."""
+def _overlaps(comm: Communicator, cores: int) -> bool:
+    """Return whether the ranks have a network, a GPU or idle cores to reduce while they compute.
+
+    Args:
+        comm: the communicator.
+        cores: number of cores that all ranks together may use, if they are on one host.
+    """
     known = comm.capabilities
     if known.across_hosts or "cuda" in known.devices:
         return True
-    cores = usable_cores()
-    return (cores or 1) >= 2 * comm.size
+    return cores >= 2 * comm.size
 
 
 def copied(array: Any) -> Any:

@@ -31,7 +31,12 @@ _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: Any) -> Any:
-    """Take the address of the repository from ``pyproject.toml``."""
+    """Take the version from the package, and the repository's address from ``pyproject.toml``."""
+    package = (ROOT / "collective/__init__.py").read_text()
+    version = re.search(r'^__version__ = "(.+)"$', package, re.MULTILINE)
+    if version is None:
+        raise ValueError('collective/__init__.py: no line __version__ = "..."')
+    config.copyright = f"collective {version[1]}"  # the footer of each page
     address = re.search(r'^Source = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     if address is None:
         raise ValueError('pyproject.toml: no line Source = "..." in [project.urls]')

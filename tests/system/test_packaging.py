@@ -206,6 +206,15 @@ def test_description_has_only_absolute_links(wheel: Path) -> None:
     assert [target for target in targets if not target.startswith("https://")] == []
 
 
+def test_metadata_have_no_placeholder_for_the_owner(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", n))
+        metadata = archive.read(name).decode()
+    assert "__OWNER__" not in metadata
+    owned = "__OWNER__" not in (ROOT / "pyproject.toml").read_text()
+    assert metadata.count("\nProject-URL: ") == (4 if owned else 0)
+
+
 def test_wheel_passes_check_wheel_contents(wheel: Path) -> None:
     pytest.importorskip("check_wheel_contents")
     settings = ("--config", str(ROOT / "pyproject.toml"))

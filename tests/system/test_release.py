@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -117,9 +118,14 @@ def _jobs(workflow: Path) -> dict[str, Any]:
 
 
 def _lines(workflow: Path) -> list[str]:
-    """Return the command lines of all steps of a workflow."""
-    steps = [step for job in _jobs(workflow).values() for step in job["steps"]]
-    return [line for step in steps for line in step.get("run", "").splitlines()]
+    """Return the command lines of all steps of a workflow, one for each value of a matrix."""
+    lines = []
+    for job in _jobs(workflow).values():
+        matrix = job.get("strategy", {}).get("matrix", {"": [""]})
+        ((name, values),) = matrix.items()
+        for line in (line for step in job["steps"] for line in step.get("run", "").splitlines()):
+            lines += [line.replace(f"${{{{ matrix.{name} }}}}", value) for value in values]
+    return list(dict.fromkeys(lines))
 
 
 def test_workflows_run_on_expected_events() -> None:
@@ -146,7 +152,52 @@ def test_workflow_runs_existing_targets(workflow: Path) -> None:
     assert phony
     assert set(targets) <= set(phony[1].split())
     others = {line.split()[0] for line in lines if not line.startswith("make ")}
-    assert others <= {"python", "test"}
+    assert others <= {".venv/bin/python", "python", "test"}
+
+
+def test_workflows_run_every_target_that_needs_no_gpu_and_takes_no_hour() -> None:
+    lines = [line for workflow in WORKFLOWS for line in _lines(workflow)]
+    run = {line.split()[1] for line in lines if line.startswith("make ")}
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony
+    # `make check` runs `make lint` and `make test`. The demo is an example, which a test runs.
+    assert set(phony[1].split()) - run == {"demo", "lint", "test-gpu", "bench", "clean"}
+
+
+def test_nightly_workflow_runs_the_tests_of_every_environment() -> None:
+    lines = _lines(ROOT / ".github/workflows/nightly.yml")
+    run = {found[1] for line in lines if (found := re.search(r"make test-in ENV=(\S+)", line))}
+    groups = {name for name in GROUPS if f"test-in ENV={name}" in _environments()}
+    assert run == groups
+
+
+def _environments() -> set[str]:
+    """Return the values of ENV in the table of CONTRIBUTING.md, as commands."""
+    table = re.findall(
+        r"^\| (`.*) \| `tests/", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    return {f"test-in ENV={name}" for cell in table for name in re.findall(r"`([\w-]+)`", cell)}
+
+
+@pytest.mark.parametrize("workflow", ["nightly", "test"])
+def test_workflow_has_a_runner_with_arm(workflow: str) -> None:
+    jobs = _jobs(ROOT / f".github/workflows/{workflow}.yml")
+    assert "ubuntu-24.04-arm" in {job["runs-on"] for job in jobs.values()}
+
+
+def test_refusal_that_the_runner_with_macos_expects_is_the_text_of_the_error() -> None:
+    jobs = _jobs(ROOT / ".github/workflows/test.yml")
+    assert jobs["macos"]["runs-on"] == "macos-latest"
+    (line,) = [step["run"] for step in jobs["macos"]["steps"] if "grep" in step.get("run", "")]
+    program = 'import sys; sys.platform = "darwin"; import collective'
+    line = line.replace("import collective", program)
+    python = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+    assert subprocess.run(["bash", "-c", line], env=python).returncode == 0
+    line = line.replace('"darwin"', '"linux"')
+    assert subprocess.run(["bash", "-c", line], env=python).returncode == 1
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)

@@ -21,6 +21,7 @@ import pytest
 
 from collective.contract import registry
 from collective.install import hint
+from collective.platform import topology
 from collective.start.keys import KEYS
 from collective.tools import doctor as tools_doctor
 from collective.tools.cli import doctor as command
@@ -510,6 +511,7 @@ def healthy(**changes: Any) -> dict[str, Any]:
         "network": {**network, "address": "10.0.0.1", "address_error": ""},
         "across_hosts": {"error": ""},
         "shared_memory": {"directory_error": ""},
+        "processors": {"busy": ""},
         "gpus": {"devices": []},
         "nccl": {"error": "", "install": ""},
     }
@@ -802,6 +804,122 @@ def test_report_reads_limits_of_control_groups(
     assert (memory["memory"], memory["available"]) == (64 << 30, 32 << 30)
     assert (memory["limit"], memory["left"]) == (limit, left)
     assert doctor_host.processors()["quota"] == quota
+
+
+# Two sockets, each with a node of two cores of two threads, of which this process may use one node.
+NODES = [
+    {"node": 0, "processors": "0-1,4-5", "usable": ""},
+    {"node": 1, "processors": "2-3,6-7", "usable": "2-3,6-7"},
+]
+
+
+def of_two_sockets(top: Path) -> None:
+    """Write the kernel's files about the processors."""
+    write(top, "cpu/online", "0-7\n")
+    for number in range(8):
+        folder = f"cpu/cpu{number}/topology"
+        write(top, f"{folder}/thread_siblings_list", f"{number % 4},{number % 4 + 4}\n")
+        write(top, f"{folder}/physical_package_id", f"{number % 4 // 2}\n")
+    for node in NODES:
+        write(top, f"node/node{node['node']}/cpulist", f"{node['processors']}\n")
+
+
+def test_report_shows_sockets_nodes_and_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_two_sockets(tmp_path)
+    monkeypatch.setattr(topology, "SYSTEM", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 6, 7})
+    found = doctor_host.processors()
+    assert [found[key] for key in ("usable", "sockets", "cores", "threads")] == [4, 2, 4, 2]
+    assert found["nodes"] == NODES
+    assert list(command._topology(found)) == [
+        "2 sockets, 2 NUMA nodes, 4 cores, 2 threads each",
+        "node 1: 2-3,6-7 of 2-3,6-7 may be used",
+    ]
+
+
+def test_report_without_files_of_the_system_says_that_topology_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "SYSTEM", tmp_path / "absent")
+    found = doctor_host.processors()
+    assert (found["sockets"], found["cores"], found["threads"]) == (None, None, None)
+    assert list(command._topology(found)) == ["not known: this system does not show it"]
+
+
+# -- on a busy machine --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let other processes take all cores; return the text about it."""
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(doctor_host.Load, "others", lambda _: float(cores))
+    return f"the machine is busy: other processes take {cores:.1f} of {cores} cores"
+
+
+def examined(monkeypatch: pytest.MonkeyPatch, late: Answer) -> dict[str, Any]:
+    """Return the report if shm and PyTorch give the answer ``late``, and all others work."""
+
+    def ask(questions: Sequence[str], *_: object) -> dict[str, Answer]:
+        slow = ("connect shm", "import torch")
+        return {question: late if question in slow else Answer({}) for question in questions}
+
+    package = {"distribution": "torch", "version": "2.13.0"}
+    monkeypatch.setattr(tools_doctor, "ask", ask)
+    monkeypatch.setattr(tools_doctor, "_packages", lambda: {"torch": dict(package)})
+    monkeypatch.setenv("COLLECTIVE_BACKEND", "shm")
+    return tools_doctor.examine()
+
+
+LATE = Answer({}, "no answer within 8 s", late=True)
+TIMED_OUT = Answer({}, "connect: rank 0 did not arrive within 6 s", timed_out=True)
+
+
+@pytest.mark.parametrize("answer", [LATE, TIMED_OUT], ids=["late", "timed out"])
+def test_late_answer_on_busy_machine_blames_no_library(
+    monkeypatch: pytest.MonkeyPatch, busy: str, answer: Answer
+) -> None:
+    report = examined(monkeypatch, answer)
+    shm = report["transports"]["shm"]
+    assert (shm["works"], report["exit_code"]) == (None, 0)
+    assert shm["reason"] == f"{answer.error}; {busy}"
+    assert f"{busy}. Times are too long" in joined(report)
+
+
+def test_timeout_on_idle_machine_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_host.Load, "others", lambda _: 0.0)
+    report = examined(monkeypatch, TIMED_OUT)
+    assert (report["transports"]["shm"]["works"], report["exit_code"]) == (False, 1)
+    assert "busy" not in joined(report)
+
+
+@pytest.mark.parametrize("answer", [LATE, TIMED_OUT], ids=["late", "timed out"])
+def test_trial_that_times_out_on_busy_machine_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch, busy: str, answer: Answer
+) -> None:
+    monkeypatch.setattr(tools_doctor, "ask", lambda questions, _: dict.fromkeys(questions, answer))
+    trial = tools_doctor._trial("shm", {})
+    assert (trial["passed"], trial["error"]) == (None, f"{answer.error}; {busy}")
+    (problem,) = problems(healthy(transports={"shm": {"works": True, "trial": trial}}))
+    assert problem["problem"].startswith("shm: the trial of two ranks tells nothing: ")
+    assert not problem["fatal"]
+    assert command._transport({"works": True, "trial": trial}).startswith("works; with two ranks")
+
+
+def test_wrong_result_on_busy_machine_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, busy: str
+) -> None:
+    wrong = Answer({}, "all_reduce: wrong result")
+    monkeypatch.setattr(tools_doctor, "ask", lambda questions, _: dict.fromkeys(questions, wrong))
+    assert tools_doctor._trial("shm", {}) == {"passed": False, "error": wrong.error}
+
+
+def test_load_is_unknown_where_the_system_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collective.platform.PROC", Path("/nowhere"))
+    load = doctor_host.Load()
+    assert (load.others(), load.busy()) == (None, "")
 
 
 def test_run_directory_writable_by_all_is_a_problem(doctor: Doctor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -175,3 +176,16 @@ def test_first_bucket_is_separate_if_ranks_have_idle_cores(
         return len(Gradients(comm, two).buckets)
 
     assert run_ranks(2, count) == [buckets] * 2
+
+
+def test_first_bucket_is_separate_if_bound_ranks_have_two_cores_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cores of a rank are its own, and the number of all cores counts."""
+    own = threading.get_native_id
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2 * own(), 2 * own() + 1})
+
+    def count(comm: Any) -> int:
+        return len(Gradients(comm, parameters_of([((1 << 18,), "float32")] * 2)).buckets)
+
+    assert run_ranks(2, count) == [2, 2]

@@ -21,7 +21,8 @@ import numpy as np
 import collective
 from collective.contract.process import RankProcess
 from collective.inner import Deadline
-from collective.platform import adopt_orphans, held_port, usable_cores
+from collective.platform import adopt_orphans, held_port
+from collective.platform.topology import processors
 from collective.start.network import interfaces
 
 from ..agent import RemoteAgent
@@ -33,7 +34,7 @@ from .reachability import Listener, reached
 __all__ = ["PROTOCOL", "main"]
 
 #: Version of the messages.
-PROTOCOL = 1
+PROTOCOL = 2
 # After so long a silence the launcher's host, or the network, is gone.
 _SILENCE_S = 20.0
 # How long ranks may take to leave a host that goes down. Kubernetes and Slurm kill after 30 s.
@@ -87,7 +88,7 @@ class HostAgent(RemoteAgent):
             "numpy": np.__version__,
             "executable": sys.executable,
             "host": socket.gethostname(),
-            "cores": usable_cores(),
+            "processors": processors(usable=True),
             "port": self._port,
             "processes": own.host if own else "",
             "client": os.environ.get("SSH_CONNECTION", "").partition(" ")[0],

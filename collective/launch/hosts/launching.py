@@ -19,6 +19,7 @@ import collective
 from collective import ConfigError, RendezvousError
 from collective.control.secret import Secret, parse
 from collective.inner import Config, HostSlots, load
+from collective.platform.topology import Processor
 from collective.start import certificates
 from collective.start.network import (
     address_of,
@@ -35,7 +36,7 @@ from collective.start.tcp_store import StoreServer
 from ..agent import Host
 from ..agent_line import Message
 from ..launcher import run_attempts, watch_over
-from ..supervisor import Meeting, Place, Supervisor
+from ..supervisor import Meeting, Place, Supervisor, bind
 from ..variables import Run, inherited, python_path, shared_variables
 from .agent import PROTOCOL
 from .cluster import Cluster, Machine, SignalledError, Site, is_this_host
@@ -90,7 +91,7 @@ def _attempt(run: Run, cluster: Cluster, number: int, control: int) -> Iterator[
     config = load({})
     machines: Sequence[Host] = cluster.machines
     usable = [machine for machine in cluster.living if not machine.leaving]
-    cores: dict[Host, int] = {machine: machine.hello["cores"] for machine in usable}
+    bind(run, machines, number)
     places = _places(usable, run.size)
     first = usable[0]
     host = _store_address(cluster.living, config.interface)
@@ -105,8 +106,7 @@ def _attempt(run: Run, cluster: Cluster, number: int, control: int) -> Iterator[
             MASTER_ADDR=first.address,
         )
         environments = run.environments(
-            {**inherited(os.environ), **shared},
-            [(place.local_rank, place.local_size, cores[place.host]) for place in places],
+            {**inherited(os.environ), **shared}, [place.seat() for place in places]
         )
         numbers = [machines.index(place.host) for place in places]
         meeting = Meeting(seal(server.store(), secret), numbers, run.least, server.announce)
@@ -159,6 +159,8 @@ def connected(
         for machine, hello in cluster.ask("hello", None, _START_S).items():
             machine.hello, machine.processes = hello, hello["processes"]
         _check_versions(cluster.machines)
+        for machine in cluster.machines:
+            machine.processors = [Processor(*fields) for fields in machine.hello["processors"]]
         order = {"kind": "enter", "directory": site.directory, "script": site.script}
         asked = time.time()
         answers = cluster.ask("entered", lambda machine: order, _STEP_S)
@@ -338,13 +340,14 @@ def check_hosts(hosts: Sequence[HostSlots], ssh: Sequence[str]) -> list[dict[str
             secret = Secret(secrets.token_bytes(32))
             with StoreServer(here, secret, ports=config.port) as server:
                 _check_reachability(cluster, server.endpoint, config)
-            own = "cores", "python", "version", "numpy"
+            own = "python", "version", "numpy"
             return [
                 {
                     "name": machine.name,
                     "host": machine.hello["host"],
                     "interface": machine.interface,
                     "address": machine.address,
+                    "cores": len(machine.processors),
                     **{key: machine.hello[key] for key in own},
                 }
                 for machine in cluster.machines

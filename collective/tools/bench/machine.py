@@ -27,19 +27,23 @@ class Observer:
         self._start = time.monotonic()
         self._busy, self._own = busy_seconds(), _own_seconds()
 
-    def machine(self) -> dict[str, Any]:
-        """Return the machine, and ``others``: the number of cores that other processes took.
+    def others(self) -> float:
+        """Return the number of the usable cores that other processes took since the start.
 
         The time of our own ranks counts as our own only after they have ended.
         """
         wall = time.monotonic() - self._start
         others = busy_seconds() - self._busy - (_own_seconds() - self._own)
+        return max(0.0, others / wall)
+
+    def machine(self) -> dict[str, Any]:
+        """Return the machine, and its :meth:`others`."""
         return {
             "date": self._date,
             "cpu": _cpu(),
             "cores": usable_cores(),
-            "others": max(0.0, others / wall),
-            "seconds": wall,
+            "others": self.others(),
+            "seconds": time.monotonic() - self._start,
             "system": f"{platform.system()} {platform.release()}",
             "python": platform.python_version(),
             "numpy": np.__version__,

@@ -162,6 +162,8 @@ def _transports(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
 
 def _transport(transport: dict[str, Any]) -> str:
     trial = transport.get("trial")
+    if trial and trial["passed"] is None:
+        return f"works; with two ranks not known: {trial['error']}"
     if trial and not trial["passed"]:
         return f"FAILS with two ranks: {trial['error']}"
     if trial:
@@ -198,7 +200,11 @@ def _host(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     cores, memory = report["processors"], report["shared_memory"]
     yield "system", report["collective"]["system"]
     quota = f", limited to the time of {cores['quota']:.3g}" if cores["quota"] else ""
-    yield "cores", f"{cores['usable']} of {cores['online']} may be used{quota}"
+    others = ""
+    if cores["others"] is not None:
+        others = f"; other processes take {cores['others']:.1f}"
+    yield "cores", f"{cores['usable']} of {cores['online']} may be used{quota}{others}"
+    yield "topology", "\n".join(_topology(cores))
     limit = f"; this container {size_name(memory['limit'])}, {size_name(memory['left'])} of it free"
     yield (
         "memory",
@@ -226,6 +232,25 @@ def _host(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     if not names:
         told = gpus["reason"] == report["transports"].get("nccl", {}).get("reason")
         yield "GPU", "none; see nccl above" if told else f"none: {gpus['reason']}"
+
+
+def _topology(found: dict[str, Any]) -> Iterable[str]:
+    """Yield the lines about sockets, nodes and cores."""
+    nodes = found["nodes"]
+    if found["cores"] is None:
+        yield "not known: this system does not show it"
+    else:
+        yield ", ".join(
+            f"{count} {word}{'s' * (count > 1)}"
+            for count, word in (
+                (found["sockets"], "socket"), (len(nodes), "NUMA node"), (found["cores"], "core"),
+                (found["threads"], "thread"),
+            )
+        ) + " each"  # fmt: skip
+    for node in nodes:
+        usable = node["usable"]
+        if usable and (len(nodes) > 1 or usable != node["processors"]):
+            yield f"node {node['node']}: {usable} of {node['processors']} may be used"
 
 
 def _mpi(report: dict[str, Any]) -> Iterable[tuple[str, str]]:

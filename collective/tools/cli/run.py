@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         usage="collective run [-n N] [--hosts A:4,B:4 | --hosts auto | --hostfile FILE]\n"
         "           [--spares C:4] [--ssh COMMAND] [--backend NAME] [--timeout S]\n"
         "           [--min-ranks M] [--max-restarts R] [--replace] [--jax] [--mpi4py]\n"
-        "           [--verbose]\n"
+        "           [--bind] [--verbose]\n"
         "           (SCRIPT | -m MODULE | -c TEXT) [ARG ...]",
         description="Start a Python program as N ranks, on this machine or over ssh on the hosts "
         "of --hosts. Each line of output "
@@ -53,7 +53,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--min-ranks M, the others go on as long as M ranks are left. With --replace, new ranks "
         "join in place of lost ranks. With --max-restarts, all ranks are started again. With "
         "--jax, XLA's collective calls between the CPUs of a JAX program use the transport. With "
-        "--mpi4py, a program of mpi4py runs over the transport, without MPI.",
+        "--mpi4py, a program of mpi4py runs over the transport, without MPI. With --bind, each "
+        "rank runs on cores of its own.",
     )
     add_ranks(parser)
     add_hosts(parser)
@@ -88,6 +89,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--mpi4py",
         action="store_true",
         help="have an unmodified program of mpi4py import this package's module in its place",
+    )
+    parser.add_argument(
+        "--bind",
+        action="store_true",
+        help="run each rank on cores of its own, spread over the NUMA nodes of its host",
     )
     add_program(parser)
     parser.set_defaults(execute=execute)
@@ -190,7 +196,7 @@ def execute(options: argparse.Namespace) -> int:
         os.environ.update(mpi4py.variables())
     run = Run(
         arguments, options.n, variables, chosen.min_ranks, options.max_restarts, options.replace,
-        options.verbose,
+        options.verbose, options.bind,
     )  # fmt: skip
     if hosts:
         # Imported here: one host does not need it.
@@ -306,6 +312,11 @@ def _misuse(options: argparse.Namespace, chosen: _Chosen) -> str:
         return (
             "--max-restarts with backend threads: ranks that are threads cannot be stopped. "
             "Use --backend shm, whose ranks are processes"
+        )
+    if options.bind and on_host == "threads":
+        return (
+            "--bind with backend threads: the ranks are one process. Use --backend shm, whose "
+            "ranks are processes"
         )
     if options.jax and on_host == "threads":
         return (

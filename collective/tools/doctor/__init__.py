@@ -67,7 +67,9 @@ def examine(
         names.append(choices[0]["backend"])
     packages = _packages()
     progress("looking at libraries")
+    load = host.Load()
     answers, network = _answers(names, packages, config.interface if config else "")
+    busy = load.busy()
     _add_imports(packages, answers)
     gpus, single_copy = answers["gpus"], answers["single-copy"]
     report: dict[str, Any] = {
@@ -81,12 +83,12 @@ def examine(
         },
         "settings": settings,
         "choices": choices,
-        "transports": {name: _transport(name, answers, packages) for name in names},
+        "transports": {name: _transport(name, answers, packages, busy) for name in names},
         "mpi": _mpi(answers, packages),
         "nccl": _nccl(answers),
         "network": network,
         "across_hosts": across_hosts(config),
-        "processors": host.processors(),
+        "processors": {**host.processors(), "others": load.others(), "busy": busy},
         "shared_memory": {
             **host.shared_memory(), "single_copy": single_copy.facts.get("works", False)
         },
@@ -271,13 +273,20 @@ def _stands_on(name: str) -> tuple[str, ...]:
 
 
 def _transport(
-    name: str, answers: Mapping[str, Answer], packages: Mapping[str, Any]
+    name: str, answers: Mapping[str, Answer], packages: Mapping[str, Any], busy: str
 ) -> dict[str, Any]:
-    """Return ``works`` (None: no answer in time), ``reason`` and ``fix`` of a transport."""
+    """Return ``works`` (None: no answer in time), ``reason`` and ``fix`` of a transport.
+
+    Args:
+        name: name of the transport.
+        answers, packages: the answers of libraries, and the installed packages.
+        busy: text that says that the machine is busy, or "". Then a timeout tells nothing.
+    """
     answer = answers[f"connect {name}"]
+    late = answer.late or (bool(busy) and answer.timed_out)
     found: dict[str, Any] = {
-        "works": None if answer.late else not answer.error,
-        "reason": answer.error.removeprefix(f"{name}: "),
+        "works": None if late else not answer.error,
+        "reason": answer.error.removeprefix(f"{name}: ") + (f"; {busy}" if late and busy else ""),
         "fix": "",
     }
     needed = _stands_on(name)
@@ -305,6 +314,7 @@ def _why_no_nccl(answers: Mapping[str, Answer], reason: str) -> dict[str, str]:
 
 
 def _trial(name: str, mpi: Mapping[str, Any]) -> dict[str, Any]:
+    """Return whether two ranks ``passed`` (None: the machine was too busy to tell), and figures."""
     question = f"trial {name}"
     if name == "mpi":
         vendor = mpi["library"].get("vendor", "")
@@ -313,8 +323,13 @@ def _trial(name: str, mpi: Mapping[str, Any]) -> dict[str, Any]:
             refusal = f"no mpiexec of {vendor or 'this MPI library'} was found to start two ranks"
             return {"passed": False, "error": refusal}
         question += f" {starter['path']}"
+    load = host.Load()
     answer = ask([question], TRIAL_S)[question]
-    return {"passed": not answer.error, "error": answer.error, **answer.facts}
+    passed: bool | None = not answer.error
+    error = answer.error
+    if (answer.late or answer.timed_out) and (busy := load.busy()):
+        passed, error = None, f"{error}; {busy}"
+    return {"passed": passed, "error": error, **answer.facts}
 
 
 def _nccl(answers: Mapping[str, Answer]) -> dict[str, Any]:

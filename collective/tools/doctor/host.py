@@ -11,6 +11,7 @@ import shutil
 import socket
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,25 @@ from typing import Any
 from collective import CollectiveError
 from collective.backends.shm.layout import Layout
 from collective.inner import FileStore
-from collective.platform import CGROUPS, PROC, SHARED_MEMORY, is_file, shared_file, usable_cores
+from collective.platform import (
+    CGROUPS,
+    PROC,
+    SHARED_MEMORY,
+    is_file,
+    shared_file,
+    topology,
+    usable_cores,
+)
 from collective.start.network import address_of, interfaces, is_loopback, own_address
+from collective.tools.bench.machine import Observer
 
-__all__ = ["Files", "network", "processors", "shared_memory", "system"]
+__all__ = ["Files", "Load", "network", "processors", "shared_memory", "system"]
 
 # Seconds to wait for name servers; the system itself would wait much longer.
 _RESOLVE_S = 3.0
+# From this share of the cores on, other processes can make an answer late. If they have less, the
+# probes have more than two thirds of the cores for eight seconds, which is enough.
+_BUSY = 0.25
 
 
 class Files:
@@ -36,11 +49,56 @@ class Files:
 
 
 def processors() -> dict[str, Any]:
-    """Return ``usable`` cores of this process, ``online`` cores, and the ``quota`` in cores.
+    """Return the processors of this host, and which of them this process may use.
 
-    The quota of a container may be a part of a core. Without a quota it is None.
+    Returns:
+        ``usable`` and ``online`` processors; the ``quota`` of a container in cores, which may be a
+        part of a core, and is None without a quota; ``sockets``, ``cores`` and the ``threads`` of
+        a core, None where the system does not show them; ``nodes``, each with its number, its
+        ``processors``, and the ``usable`` ones, as the kernel lists them: ``0-3,8``.
     """
-    return {"usable": usable_cores(), "online": os.cpu_count() or 1, "quota": _quota()}
+    every, mine = topology.processors(), topology.processors(usable=True)
+    cores = Counter(processor.core for processor in every)
+    shown = any(topology.SYSTEM.glob("cpu/cpu[0-9]*/topology"))
+    nodes = {
+        processor.node: [
+            topology.listed(other.number for other in group if other.node == processor.node)
+            for group in (every, mine)
+        ]
+        for processor in every
+    }
+    return {
+        "usable": usable_cores(),
+        "online": os.cpu_count() or 1,
+        "quota": _quota(),
+        "sockets": len({processor.socket for processor in every}) if shown else None,
+        "cores": len(cores) if shown else None,
+        "threads": max(cores.values()) if shown else None,
+        "nodes": [
+            {"node": node, "processors": of_host, "usable": usable}
+            for node, (of_host, usable) in nodes.items()
+        ],
+    }
+
+
+class Load:
+    """Observer of the processor time that other processes take."""
+
+    def __init__(self) -> None:
+        self._observer: Observer | None = None
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may hide the kernel's counters
+            self._observer = Observer()
+
+    def others(self) -> float | None:
+        """Return how many of the usable cores other processes took; None if it is unknown."""
+        return None if self._observer is None else self._observer.others()
+
+    def busy(self) -> str:
+        """Return text that says that the machine is busy, and with what; "" if it is not."""
+        others, cores = self.others(), usable_cores()
+        if others is None or others < _BUSY * cores:
+            return ""
+        return f"the machine is busy: other processes take {others:.1f} of {cores} cores"
 
 
 def shared_memory() -> dict[str, Any]:

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from collective import CollectiveError
+from collective import CollectiveError, CollectiveTimeoutError
 from collective.inner import Deadline, load, registry
 from collective.launch.mpiexec import mpi_segments, remove_segments
 from collective.start.choice import options
@@ -67,11 +67,13 @@ class Answer(NamedTuple):
         facts: facts by name; empty if there is an error.
         error: error text for people; empty if there is no error.
         late: whether the time ended before there was an answer.
+        timed_out: whether the answer is that a step took too long, which may be the machine's load.
     """
 
     facts: dict[str, Any]
     error: str = ""
     late: bool = False
+    timed_out: bool = False
 
 
 def ask(
@@ -133,7 +135,9 @@ def _ask(
         _end(process)
     output, noise = streams
     lines = [json.loads(line) for line in output.splitlines(keepends=True) if line[-1:] == b"\n"]
-    answers = {question: Answer(facts, error) for question, facts, error in lines}
+    answers = {
+        question: Answer(facts, error, False, slow) for question, facts, error, slow in lines
+    }
     for question in questions:
         if question not in answers:
             if late:
@@ -215,11 +219,11 @@ def main(*arguments: str) -> None:
     for question in questions:
         topic, _, name = question.partition(" ")
         try:
-            answer = (question, _TOPICS[topic](name), "")
+            answer = (question, _TOPICS[topic](name), "", False)
         except CollectiveError as error:
-            answer = (question, {}, str(error))
+            answer = (question, {}, str(error), isinstance(error, CollectiveTimeoutError))
         except BaseException as error:  # a library may even call sys.exit
-            answer = (question, {}, f"{type(error).__name__}: {error}")
+            answer = (question, {}, f"{type(error).__name__}: {error}", False)
         print(json.dumps(answer), file=answers)
 
 

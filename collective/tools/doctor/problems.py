@@ -39,10 +39,21 @@ def problems(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 fatal=True,
             )
     for name, transport in report["transports"].items():
-        if transport.get("trial", {}).get("error"):
-            yield _problem(f"{name}: two ranks failed: {transport['trial']['error']}", fatal=True)
+        trial = transport.get("trial", {"passed": True})
+        if trial["passed"] is False:
+            yield _problem(f"{name}: two ranks failed: {trial['error']}", fatal=True)
+        elif trial["passed"] is None:
+            yield _problem(f"{name}: the trial of two ranks tells nothing: {trial['error']}")
+    busy = report["processors"]["busy"]
+    if busy:
+        yield _problem(
+            f"{busy}. Times are too long, and an answer that is late says nothing about a library",
+            "collective doctor, again, once the machine is idle",
+        )
     for package, found in report["packages"].items():
-        if found["late"]:
+        if found["late"] and busy:
+            yield _problem(f"importing {package}: {found['error']}, on a busy machine")
+        elif found["late"]:
             yield _problem(
                 f"importing {package}: {found['error']}; programs that use it may work nevertheless"
             )

@@ -10,10 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from collective import BackendError, CollectiveError, Communicator, UnsupportedError, init
+from collective import (
+    BackendError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    Communicator,
+    UnsupportedError,
+    init,
+)
 from collective.inner import (
     Mpiexec,
     Participant,
+    RankHungError,
     Ranks,
     RanksFailedError,
     framework,
@@ -39,6 +47,7 @@ def run(name: str, mpiexec: str = "") -> dict[str, Any]:
         mpiexec: program that starts the ranks, if they are an MPI world.
 
     Raises:
+        CollectiveTimeoutError: a rank did not answer or go on in time.
         CollectiveError: the trial failed; the text has the cause.
     """
     devices = registry.find(name).capabilities.devices
@@ -64,6 +73,9 @@ def run(name: str, mpiexec: str = "") -> dict[str, Any]:
         kind = (
             "" if isinstance(cause, CollectiveError) else f"rank {rank}: {type(cause).__name__}: "
         )
+        slow = (CollectiveTimeoutError, RankHungError)
+        if any(isinstance(cause, slow) for cause in error.errors.values()):
+            raise CollectiveTimeoutError(f"{kind}{cause}") from error
         raise BackendError(f"{kind}{cause}", name) from error
     facts: dict[str, Any] = results[0]
     return facts
