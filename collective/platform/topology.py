@@ -2,6 +2,12 @@
 
 The kernel shows it in ``/sys/devices/system``. Where a sandbox hides these files, each processor
 that this process may use counts as a core, and all of them as one node of one socket.
+
+``collective run --bind`` divides the processors among the ranks of a host (:func:`shares`). It has
+no choice of sockets, nodes or cores as mpiexec and torchrun have: one rank for each node gets the
+node, and more ranks get parts of it. Memory needs no call: by default the kernel takes pages from
+the node of the core that first writes to them, and from another node if that one is full. With
+MPOL_BIND of set_mempolicy(2) a rank would die instead, and some containers forbid the call.
 """
 
 from __future__ import annotations

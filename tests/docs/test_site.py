@@ -120,6 +120,11 @@ def test_site_links_to_the_repository_only_if_it_has_an_owner(site: Path) -> Non
     assert not re.search(r"data-md-component=\"?source\b", page)
 
 
+def test_every_page_of_the_site_shows_the_version(site: Path) -> None:
+    version = f"collective {collective.__version__}"
+    assert [page for page in site.rglob("*.html") if version not in page.read_text()] == []
+
+
 def test_site_styles_load_nothing_external(site: Path) -> None:
     styles = sorted(site.rglob("*.css"))
     assert styles
