@@ -16,6 +16,7 @@ import pytest
 import collective
 from collective.errors import (
     BackendNotFoundError,
+    BackendUnavailableError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     CommunicatorClosedError,
@@ -547,3 +548,9 @@ with collective.init() as comm:
     for text in (done.stderr, told):
         assert text.count("  File ") == 1, text
         assert text.endswith("Use op='avg'.\n"), text
+
+
+def test_init_of_nccl_without_a_driver_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLLECTIVE_CUDA_LIBRARY", "/absent/libcuda.so.1")
+    with pytest.raises(BackendUnavailableError, match=r"/absent/libcuda\.so\.1 cannot be loaded"):
+        collective.init("nccl")
