@@ -117,6 +117,7 @@ def test_call_after_abort_and_close_names_the_call():
     ("arguments", "error", "expected"),
     [
         ({"backend": "smh"}, BackendNotFoundError, "Did you mean 'shm'"),
+        ({"backend": "SHM"}, BackendNotFoundError, "Did you mean 'shm'"),
         ({"backend": "cuda:nccl"}, ConfigError, "cpu:shm"),
         ({"time_out": 3}, ConfigError, "timeout"),
         ({"rank": 0, "size": 2}, ConfigError, "store"),
