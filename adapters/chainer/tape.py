@@ -12,7 +12,7 @@ import chainer.functions as F
 import numpy as np
 
 from collective import DtypeError, InvalidArgumentError
-from collective.inner import differentiable
+from collective.inner import Op, differentiable
 
 from .arrays import array_of
 
@@ -111,7 +111,7 @@ class Tape(differentiable.Differentiable[Any]):
         (result,) = node.apply((token,) if x is None else (x, token))
         return result
 
-    def check(self, what: str, x: Any, op: str = "sum") -> None:
+    def check(self, what: str, x: Any, op: Op = "sum") -> None:
         """Refuse an object that is no array, or that cannot be differentiated.
 
         Raises:

@@ -38,7 +38,7 @@ import numpy as np
 from collective import Communicator, InvalidArgumentError, RankError, ShapeError, UnsupportedError
 from collective.algorithms.pieces import check_counts, split_sizes
 from collective.inner import comm_or_current, pass_over
-from collective.ops import NAMES
+from collective.ops import NAMES, Op
 from collective.request import call_site
 
 from .traced import Call, bind
@@ -51,7 +51,7 @@ __all__ = [
 pass_over(jax)
 
 
-def all_reduce(x: Any, comm: Communicator | None = None, op: str = "sum") -> jax.Array:
+def all_reduce(x: Any, comm: Communicator | None = None, op: Op = "sum") -> jax.Array:
     """Fold the ranks' arrays elementwise and give every rank the result.
 
     With ``G = Σ_r g_r``, which is itself an all-reduce, the gradient is for
@@ -84,7 +84,7 @@ def all_reduce(x: Any, comm: Communicator | None = None, op: str = "sum") -> jax
     return _fold(x, x.shape, op, _call("all_reduce", comm), _call("all_reduce", comm, op="sum"))
 
 
-def reduce(x: Any, comm: Communicator | None = None, root: int = 0, op: str = "sum") -> jax.Array:
+def reduce(x: Any, comm: Communicator | None = None, root: int = 0, op: Op = "sum") -> jax.Array:
     """Fold the ranks' arrays elementwise and give the result to ``root``.
 
     The gradient is that of :func:`all_reduce` with ``G = g_root``, a broadcast.
@@ -112,7 +112,7 @@ def reduce(x: Any, comm: Communicator | None = None, root: int = 0, op: str = "s
     )  # fmt: skip
 
 
-def scan(x: Any, comm: Communicator | None = None, op: str = "sum") -> jax.Array:
+def scan(x: Any, comm: Communicator | None = None, op: Op = "sum") -> jax.Array:
     """Fold the arrays of ranks 0 to this one elementwise.
 
     The call has no derivative: differentiating it raises UnsupportedError.
@@ -268,7 +268,7 @@ def scatter(
 def reduce_scatter(
     x: Any,
     comm: Communicator | None = None,
-    op: str = "sum",
+    op: Op = "sum",
     axis: int = 0,
     *,
     counts: Sequence[int] | None = None,
@@ -475,7 +475,7 @@ def _scatter(comm: Communicator, root: int, axis: int, pieces: Sequence[int]) ->
     return call.with_(counts=tuple(pieces)) if comm.rank == root else call
 
 
-def _fold(x: Any, shape: Sequence[int], op: str, call: Call, adjoint: Call) -> jax.Array:
+def _fold(x: Any, shape: Sequence[int], op: Op, call: Call, adjoint: Call) -> jax.Array:
     """Fold the ranks' arrays; ``call`` lacks the op, and ``adjoint`` is that of a sum."""
     if op == "sum":
         return bind(x, call.with_(op="sum"), adjoint, shape)
@@ -490,7 +490,7 @@ def _fold(x: Any, shape: Sequence[int], op: str, call: Call, adjoint: Call) -> j
     return fold(x)
 
 
-def _partial(call: Call, op: str, x: Any) -> Any:
+def _partial(call: Call, op: Op, x: Any) -> Any:
     """Return the derivative of a fold by this rank's ``x``, elementwise."""
     comm = call.comm
     if op == "avg":
@@ -528,7 +528,7 @@ def _array(name: str, x: Any) -> jax.Array:
     return jnp.asarray(x)
 
 
-def _check_op(name: str, op: str) -> None:
+def _check_op(name: str, op: Op) -> None:
     if op not in NAMES:
         raise InvalidArgumentError(f"{name}: op={op!r} (expected one of {', '.join(NAMES)})")
 

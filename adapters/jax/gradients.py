@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 from collective import InvalidArgumentError, premul_sum
-from collective.inner import comm_or_current
+from collective.inner import Op, comm_or_current
 
 if TYPE_CHECKING:
     from collective import Communicator, ReduceOp
@@ -58,7 +58,7 @@ def average_gradients(
     """
     comm = comm_or_current(comm, "average_gradients")
     leaves, structure = jax.tree.flatten(grads)
-    op: str | ReduceOp = "avg"
+    op: Op | ReduceOp = "avg"
     if weight is not None:
         op = premul_sum(_share(weight, comm))
     elif not leaves:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from collective import InvalidArgumentError
-from collective.inner import StateEntry, call_in_place, comm_or_current, refuse_differences
+from collective.inner import Op, StateEntry, call_in_place, comm_or_current, refuse_differences
 from collective.training.elastic_copies import digest_of
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def sync_initial_weights(
 def sync_gradients(
     parameters: nn.Module | Iterable[nn.Parameter],
     comm: Communicator | None = None,
-    op: str = "avg",
+    op: Op = "avg",
 ) -> None:
     """Average or sum the gradients over the ranks; call it between ``backward()`` and ``step()``.
 
@@ -149,7 +149,7 @@ def empty_sparse(like: torch.Tensor, sparse_dim: int = 1) -> torch.Tensor:
 
 
 def all_reduce_sparse(
-    x: torch.Tensor, comm: Communicator | None = None, op: str = "sum"
+    x: torch.Tensor, comm: Communicator | None = None, op: Op = "sum"
 ) -> torch.Tensor:
     """Return the elementwise sum or average of the ranks' sparse tensors.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from collective import DtypeError, InvalidArgumentError
-from collective.inner import differentiable
+from collective.inner import Op, differentiable
 
 __all__ = ["Tape"]
 
@@ -72,7 +72,7 @@ class Tape(differentiable.Differentiable[torch.Tensor]):
         y: torch.Tensor = node.apply(step, x, token)
         return y
 
-    def check(self, what: str, x: Any, op: str = "sum") -> None:
+    def check(self, what: str, x: Any, op: Op = "sum") -> None:
         """Check that ``x`` is a tensor and that ``op`` can be differentiated for it.
 
         Raises:

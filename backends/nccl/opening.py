@@ -125,6 +125,29 @@ class Meeting:
         """
         return libraries.load(self._path)
 
+    def check(self, host: Backend, required: bool, deadline: Deadline) -> None:
+        """Check that the ranks have the libraries that they require, and initialise none of them.
+
+        Collective: all ranks of ``host``.
+
+        Args:
+            host: the host plane.
+            required: whether this rank can do nothing without a GPU.
+            deadline: deadline of the exchange.
+
+        Raises:
+            BackendUnavailableError: a rank lacks the driver or NCCL; on every rank.
+        """
+        card = Card()
+        if required:
+            try:
+                cuda.check_driver()
+                if libraries.find(self._path) is None:
+                    self.library()  # raises the reason
+            except CollectiveError as error:
+                card = Card(str(error), "library")
+        _able("nccl", self._exchange(host, 2, card, deadline), range(host.size), host.rank)
+
     def _card(self) -> tuple[Card, NcclLibrary | None, Device | None]:
         """Return this rank's card, with the rank's library and GPU if it has them."""
         try:
@@ -150,14 +173,17 @@ class Meeting:
             BackendUnavailableError, DeviceError: as :func:`agree_on`; on every rank.
         """
         card, library, device = self._card()
-        packed = Buffer.empty(CARD_BYTES * host.size, _UINT8)
-        own, lengths = Buffer(card.packed(), _UINT8), [CARD_BYTES] * host.size
-        connect_step(host, 1, "all_gather", own, packed, deadline, elements=lengths)
-        cards = [Card.unpacked(part) for part in np.split(packed.array, host.size)]
-        agree_on(where, cards, range(host.size), host.rank)
+        agree_on(where, self._exchange(host, 1, card, deadline), range(host.size), host.rank)
         assert library is not None
         assert device is not None
         return library, device
+
+    def _exchange(self, host: Backend, number: int, card: Card, deadline: Deadline) -> list[Card]:
+        """Exchange the cards of all ranks, as this step of connecting; return them."""
+        packed = Buffer.empty(CARD_BYTES * host.size, _UINT8)
+        own, lengths = Buffer(card.packed(), _UINT8), [CARD_BYTES] * host.size
+        connect_step(host, number, "all_gather", own, packed, deadline, elements=lengths)
+        return [Card.unpacked(part) for part in np.split(packed.array, host.size)]
 
     def name(self, host: Backend, library: NcclLibrary, deadline: Deadline) -> bytes:
         """Return the new communicator's unique id, which rank 0 makes and broadcasts."""
@@ -217,11 +243,7 @@ def agree_on(where: object, cards: Sequence[Card], ranks: Sequence[int], me: int
         BackendUnavailableError: a rank has no library, or versions differ.
         DeviceError: a rank has no GPU, or two ranks have the same GPU.
     """
-    problems = [f"rank {rank}: {card.error}" for rank, card in zip(ranks, cards) if card.error]
-    if problems:
-        kinds = {card.kind for card in cards if card.error}
-        error = DeviceError if kinds == {"device"} else BackendUnavailableError
-        raise error(f"{where}: {_several(problems)} [rank {me}]")
+    _able(where, cards, ranks, me)
     versions: dict[int, list[int]] = {}
     places: dict[tuple[str, str], list[int]] = {}
     for rank, card in zip(ranks, cards):
@@ -247,6 +269,15 @@ def agree_on(where: object, cards: Sequence[Card], ranks: Sequence[int], me: int
                 f"CUDA_VISIBLE_DEVICES [rank {me}]. With NCCL 2.30 or later, ranks can share a GPU "
                 "if NCCL_MULTI_RANK_GPU_ENABLE=1 is set."
             )
+
+
+def _able(where: object, cards: Sequence[Card], ranks: Sequence[int], me: int) -> None:
+    """Raise the errors on the cards as one; see :func:`agree_on`."""
+    problems = [f"rank {rank}: {card.error}" for rank, card in zip(ranks, cards) if card.error]
+    if problems:
+        kinds = {card.kind for card in cards if card.error}
+        error = DeviceError if kinds == {"device"} else BackendUnavailableError
+        raise error(f"{where}: {_several(problems)} [rank {me}]")
 
 
 def _several(problems: Sequence[str]) -> str:

@@ -5,8 +5,9 @@ is not in a GPU's memory, and the messages that the ranks exchange before NCCL c
 watches the ranks (:mod:`collective.backends.peers.channel`). One failure breaks both planes, for
 all ranks.
 
-The transport loads neither CUDA nor NCCL before the first call with a GPU's buffer. All ranks take
-part in that call, as in every collective, and make NCCL's communicator in it.
+The transport initialises neither CUDA nor NCCL before the first call with a GPU's buffer, so a
+program may fork or set ``CUDA_VISIBLE_DEVICES`` until then. All ranks take part in that call, as in
+every collective, and make NCCL's communicator in it.
 """
 
 from __future__ import annotations
@@ -120,15 +121,22 @@ class NcclBackend(Collectives, Monitored):
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> Self:
-        """Connect to the other ranks as the host plane does; see :meth:`Backend.connect`."""
-        host = host_plane(world).connect(world, deadline)
+        """Connect to the other ranks as the host plane does; see :meth:`Backend.connect`.
+
+        Raises:
+            BackendUnavailableError: the transport takes arrays on GPUs only, and a rank has no
+                driver or no NCCL; on every rank.
+        """
+        host, meeting = host_plane(world).connect(world, deadline), Meeting.of(world)
+        devices = world.options.get("devices", "cuda")
         try:
+            meeting.check(host, devices == "cuda", deadline)
             if isinstance(host, Monitored):
                 channel = host.channel
             else:
                 here = replace(world, store=broadcast_store(host, world.store, deadline))
                 channel = Monitor.start(here, deadline).channel
-            return cls(host, channel, Meeting.of(world), world.options.get("devices", "cuda"))
+            return cls(host, channel, meeting, devices)
         except BaseException:
             host.close()
             raise

@@ -161,7 +161,7 @@ _OF_BOTH: dict[str, tuple[str, str]] = {
 _OF_PACKAGE = {
     **dict.fromkeys(
         ("ANY_TAG", "MPI", "Win"),
-        "an unmodified program of mpi4py by `collective run --mpi4py`: this package has no "
+        "`collective run --mpi4py`, which runs a program of mpi4py unmodified: this package has no "
         "messages of any tag and no windows",
     ),
     **dict.fromkeys(

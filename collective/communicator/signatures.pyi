@@ -12,7 +12,7 @@ import numpy as np
 
 from collective.contract.work import Work
 from collective.memory.annotations import Arrays, Like, Nested
-from collective.ops import ReduceOp
+from collective.ops import Op, ReduceOp
 from collective.shards import Shards
 
 from . import communicator
@@ -27,82 +27,82 @@ S = TypeVar("S", bound=np.generic)
 
 class Communicator(communicator.Communicator):
     @overload  # type: ignore[override]
-    def all_reduce(self, x: T, *, op: str | ReduceOp = ...,
+    def all_reduce(self, x: T, *, op: Op | ReduceOp = ...,
             order: Literal["rank"] | Shards | None = ...,
             out: None = ..., timeout: float | None = ..., async_op: Literal[False] = ...) -> T: ...
     @overload
-    def all_reduce(self, x: Arrays, *, op: str | ReduceOp = ...,
+    def all_reduce(self, x: Arrays, *, op: Op | ReduceOp = ...,
             order: Literal["rank"] | Shards | None = ..., out: O, timeout: float | None = ...,
             async_op: Literal[False] = ...) -> O: ...
     @overload
-    def all_reduce(self, x: T, *, op: str | ReduceOp = ...,
+    def all_reduce(self, x: T, *, op: Op | ReduceOp = ...,
             order: Literal["rank"] | Shards | None = ...,
             out: None = ..., timeout: float | None = ..., async_op: Literal[True]) -> Work[T]: ...
     @overload
-    def all_reduce(self, x: Arrays, *, op: str | ReduceOp = ...,
+    def all_reduce(self, x: Arrays, *, op: Op | ReduceOp = ...,
             order: Literal["rank"] | Shards | None = ..., out: O, timeout: float | None = ...,
             async_op: Literal[True]) -> Work[O]: ...
     @overload
-    def all_reduce(self, x: T, *, op: str | ReduceOp = ...,
+    def all_reduce(self, x: T, *, op: Op | ReduceOp = ...,
             order: Literal["rank"] | Shards | None = ...,
             out: T | None = ..., timeout: float | None = ..., async_op: bool) -> T | Work[T]: ...
     @overload  # type: ignore[override]
-    def reduce(self, x: T, *, root: SupportsIndex = ..., op: str | ReduceOp = ...,
+    def reduce(self, x: T, *, root: SupportsIndex = ..., op: Op | ReduceOp = ...,
             order: Literal["rank"] | Shards | None = ..., out: None = ...,
             timeout: float | None = ..., async_op: Literal[False] = ...) -> T | None: ...
     @overload
-    def reduce(self, x: Arrays, *, root: SupportsIndex = ..., op: str | ReduceOp = ...,
+    def reduce(self, x: Arrays, *, root: SupportsIndex = ..., op: Op | ReduceOp = ...,
             order: Literal["rank"] | Shards | None = ..., out: O, timeout: float | None = ...,
             async_op: Literal[False] = ...) -> O | None: ...
     @overload
-    def reduce(self, x: T, *, root: SupportsIndex = ..., op: str | ReduceOp = ...,
+    def reduce(self, x: T, *, root: SupportsIndex = ..., op: Op | ReduceOp = ...,
             order: Literal["rank"] | Shards | None = ..., out: None = ...,
             timeout: float | None = ..., async_op: Literal[True]) -> Work[T | None]: ...
     @overload
-    def reduce(self, x: Arrays, *, root: SupportsIndex = ..., op: str | ReduceOp = ...,
+    def reduce(self, x: Arrays, *, root: SupportsIndex = ..., op: Op | ReduceOp = ...,
             order: Literal["rank"] | Shards | None = ..., out: O, timeout: float | None = ...,
             async_op: Literal[True]) -> Work[O | None]: ...
     @overload
-    def reduce(self, x: T, *, root: SupportsIndex = ..., op: str | ReduceOp = ...,
+    def reduce(self, x: T, *, root: SupportsIndex = ..., op: Op | ReduceOp = ...,
             order: Literal["rank"] | Shards | None = ..., out: T | None = ...,
             timeout: float | None = ..., async_op: bool) -> T | Work[T | None] | None: ...
     @overload  # type: ignore[override]
-    def scan(self, x: T, *, op: str | ReduceOp = ..., out: None = ..., timeout: float | None = ...,
+    def scan(self, x: T, *, op: Op | ReduceOp = ..., out: None = ..., timeout: float | None = ...,
             async_op: Literal[False] = ...) -> T: ...
     @overload
-    def scan(self, x: Arrays, *, op: str | ReduceOp = ..., out: O, timeout: float | None = ...,
+    def scan(self, x: Arrays, *, op: Op | ReduceOp = ..., out: O, timeout: float | None = ...,
             async_op: Literal[False] = ...) -> O: ...
     @overload
-    def scan(self, x: T, *, op: str | ReduceOp = ..., out: None = ..., timeout: float | None = ...,
+    def scan(self, x: T, *, op: Op | ReduceOp = ..., out: None = ..., timeout: float | None = ...,
             async_op: Literal[True]) -> Work[T]: ...
     @overload
-    def scan(self, x: Arrays, *, op: str | ReduceOp = ..., out: O, timeout: float | None = ...,
+    def scan(self, x: Arrays, *, op: Op | ReduceOp = ..., out: O, timeout: float | None = ...,
             async_op: Literal[True]) -> Work[O]: ...
     @overload
-    def scan(self, x: T, *, op: str | ReduceOp = ..., out: T | None = ...,
+    def scan(self, x: T, *, op: Op | ReduceOp = ..., out: T | None = ...,
             timeout: float | None = ..., async_op: bool) -> T | Work[T]: ...
     @overload  # type: ignore[override]
-    def reduce_scatter(self, x: A, *, op: str | ReduceOp = ..., counts: Sequence[int] | None = ...,
+    def reduce_scatter(self, x: A, *, op: Op | ReduceOp = ..., counts: Sequence[int] | None = ...,
             axis: int = ...,
             order: Literal["rank"] | Shards | None = ..., out: None = ...,
             timeout: float | None = ..., async_op: Literal[False] = ...) -> A: ...
     @overload
-    def reduce_scatter(self, x: Arrays, *, op: str | ReduceOp = ...,
+    def reduce_scatter(self, x: Arrays, *, op: Op | ReduceOp = ...,
             counts: Sequence[int] | None = ..., axis: int = ...,
             order: Literal["rank"] | Shards | None = ..., out: O, timeout: float | None = ...,
             async_op: Literal[False] = ...) -> O: ...
     @overload
-    def reduce_scatter(self, x: A, *, op: str | ReduceOp = ..., counts: Sequence[int] | None = ...,
+    def reduce_scatter(self, x: A, *, op: Op | ReduceOp = ..., counts: Sequence[int] | None = ...,
             axis: int = ...,
             order: Literal["rank"] | Shards | None = ..., out: None = ...,
             timeout: float | None = ..., async_op: Literal[True]) -> Work[A]: ...
     @overload
-    def reduce_scatter(self, x: Arrays, *, op: str | ReduceOp = ...,
+    def reduce_scatter(self, x: Arrays, *, op: Op | ReduceOp = ...,
             counts: Sequence[int] | None = ..., axis: int = ...,
             order: Literal["rank"] | Shards | None = ..., out: O, timeout: float | None = ...,
             async_op: Literal[True]) -> Work[O]: ...
     @overload
-    def reduce_scatter(self, x: A, *, op: str | ReduceOp = ..., counts: Sequence[int] | None = ...,
+    def reduce_scatter(self, x: A, *, op: Op | ReduceOp = ..., counts: Sequence[int] | None = ...,
             axis: int = ...,
             order: Literal["rank"] | Shards | None = ..., out: A | None = ...,
             timeout: float | None = ..., async_op: bool) -> A | Work[A]: ...

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALL_OPS", "ANY_SOURCE", "COLLECTIVE_TAG", "FOLDED", "Backend", "Capabilities", "Group", "Note",
-    "Plan", "Turns",
+    "Plan", "SpecialRank", "Turns",
 ]  # fmt: skip
 
 #: Note of a rank about the call in which it waits. The keys are:
@@ -113,8 +113,27 @@ Plan = Callable[[Any, Any, Deadline], "Work[Any] | None"]
 ALL_OPS = frozenset((*NAMES, "premul_sum", "user"))
 #: The element types that Python code can fold.
 FOLDED = frozenset(name for name in BY_NAME if not name.startswith("float8"))
+
+
+class SpecialRank(int):
+    """Number in place of a rank; its ``repr`` is the name that programs write for it."""
+
+    _name: str
+
+    def __new__(cls, number: int, name: str) -> Self:
+        special = super().__new__(cls, number)
+        special._name = name
+        return special
+
+    def __repr__(self) -> str:
+        return f"collective.{self._name}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SpecialRank, (int(self), self._name)
+
+
 #: Value of ``src`` with which a receive takes the message of any rank.
-ANY_SOURCE = -1
+ANY_SOURCE: int = SpecialRank(-1, "ANY_SOURCE")
 # Number of tags, modulo this number, whose last sources are remembered; as in messages.h.
 _TURNS = 64
 

@@ -14,7 +14,7 @@ from ctypes import addressof, c_int, c_void_p
 from collective.errors import BackendUnavailableError, DeviceError
 
 from . import library
-from .library import INVALID_CONTEXT, INVALID_VALUE, Copy2D, Driver, Entered
+from .library import INVALID_CONTEXT, INVALID_VALUE, Copy2D, Driver, Entered, check_driver
 from .pinning import pinned
 from .streams import LAST_NAME, Device, Event, Stream
 
@@ -24,6 +24,7 @@ __all__ = [
     "Memory",
     "Stream",
     "allocate",
+    "check_driver",
     "copy",
     "copy_2d",
     "device",

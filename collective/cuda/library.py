@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from collective.errors import AllocationError, BackendError, BackendUnavailableError
 
-__all__ = ["Copy2D", "Driver", "Entered", "load"]
+__all__ = ["Copy2D", "Driver", "Entered", "check_driver", "load"]
 
 #: Environment variable that names another library than the system's.
 LIBRARY = "COLLECTIVE_CUDA_LIBRARY"
+_DRIVER = "libcuda.so.1"
 
 # Values of CUresult.
 INVALID_VALUE = 1
@@ -278,7 +279,7 @@ def load() -> Driver:
         BackendUnavailableError: there is no driver, or no GPU that this process may use.
         BackendError: this process was forked from a process that had loaded the driver.
     """
-    path = os.environ.get(LIBRARY) or "libcuda.so.1"
+    path = os.environ.get(LIBRARY) or _DRIVER
     loaded = _drivers.get(path)
     if loaded is None:
         with _lock:
@@ -288,6 +289,15 @@ def load() -> Driver:
     if loaded.forked:
         raise _forked()
     return loaded
+
+
+def check_driver() -> None:
+    """Check that there is a driver, and leave it uninitialised.
+
+    Raises:
+        BackendUnavailableError: there is none.
+    """
+    _open(os.environ.get(LIBRARY) or _DRIVER, ctypes.CDLL)
 
 
 def _open(path: str, kind: type[ctypes.CDLL]) -> ctypes.CDLL:

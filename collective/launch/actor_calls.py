@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from collective import Communicator, DtypeError, InvalidArgumentError, ShapeError, UnsupportedError
+from collective.ops import Op
 
 __all__ = ["ActorCalls"]
 
-_OPS = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
+_OPS: dict[str, Op] = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
 
 
 class ActorCalls:
@@ -112,7 +113,7 @@ def _refuse_part(options: Any) -> None:
         )
 
 
-def _op(options: Any) -> str:
+def _op(options: Any) -> Op:
     operator = getattr(options, "reduceOp", None)
     return "sum" if operator is None else _OPS[operator.name]
 

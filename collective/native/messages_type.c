@@ -254,11 +254,11 @@ static int run(Call *call, size_t nbytes)
     return failed;
 }
 
-/* Whether an object is exactly an int, with a value in this range. */
+/* Whether an object is an int with a value in this range, such as a SpecialRank, and no bool. */
 static int read_int(PyObject *object, int64_t least, int64_t most, int64_t *value)
 {
     int overflow = 0;
-    if (!PyLong_CheckExact(object))
+    if (!PyLong_Check(object) || PyBool_Check(object))
         return 0;
     *value = PyLong_AsLongLongAndOverflow(object, &overflow);
     return !overflow && *value >= least && *value <= most;

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from collective import Communicator, ShardFold, Shards, user_op
+from collective.ops import Op
 
 from .checks import Case, folds_for_users, on_each_rank
 from .frameworks import encoded, widened
@@ -21,7 +22,7 @@ _CASES: list[Case] = [
 
 
 @on_each_rank(_CASES)
-def check_shards(comm: Communicator, dtype: str, op: str) -> None:
+def check_shards(comm: Communicator, dtype: str, op: Op) -> None:
     """Check that a fold of shards has the bits of the fold along the tree, for any size."""
     for total, count in ((1, 5), (5, 1001), (8, 3)):
         _compare(comm, dtype, op, total, count)
@@ -33,7 +34,7 @@ def check_shards_large(comm: Communicator, dtype: str) -> None:
     _compare(comm, dtype, "sum", 3, 200_001)
 
 
-def _compare(comm: Communicator, dtype: str, op: str, total: int, count: int) -> None:
+def _compare(comm: Communicator, dtype: str, op: Op, total: int, count: int) -> None:
     if dtype not in dtypes_of(comm.capabilities.dtypes):
         return
     rows = _rough(dtype, total, count)

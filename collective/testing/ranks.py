@@ -8,7 +8,15 @@ import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import (
+    Any,
+    Concatenate,
+    ParamSpec,
+    Self,
+    TypeVar,
+    TypeVarTuple,
+    overload,
+)
 
 from collective import Communicator, InvalidArgumentError
 from collective.generations.lineage import Lineage
@@ -43,7 +51,9 @@ __all__ = [
     "run_ranks",
 ]
 
+P = ParamSpec("P")
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 # Part of a job's time that one call may take. A call must time out before the job does, because
 # only the call's error names the ranks that did not come.
@@ -237,7 +247,29 @@ class RankPool:
         name = getattr(self.backend, "__name__", self.backend)
         return f"<RankPool of {self.size} ranks over {name}>"
 
+    @overload
     def run(
+        self,
+        function: Callable[Concatenate[Communicator, P], R],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> list[R]: ...
+
+    @overload
+    def run(
+        self,
+        function: Callable[[Communicator, *Ts], R],
+        *args: *Ts,
+        timeout: float | None = None,
+        call_timeout: float | None = None,
+        shared: bool = False,
+        check: str = "auto",
+        faults: Sequence[Fault] = (),
+        shrink_grace: float = GRACE_S,
+        **options: Any,
+    ) -> list[R]: ...
+
+    def run(  # type: ignore[misc]  # the keywords of ``function`` may have any name
         self,
         function: Callable[..., R],
         *args: Any,
@@ -331,7 +363,32 @@ def _refuse_absent(plan: Sequence[Fault], size: int) -> None:
             )
 
 
+@overload
 def run_ranks(
+    n: int,
+    function: Callable[Concatenate[Communicator, P], R],
+    *args: P.args,
+    **options: P.kwargs,
+) -> list[R]: ...
+
+
+# The options of ``function`` are unchecked here: a ParamSpec leaves no room for other keywords.
+@overload
+def run_ranks(
+    n: int,
+    function: Callable[[Communicator, *Ts], R],
+    *args: *Ts,
+    backend: str | type[Backend] = "threads",
+    timeout: float = 60.0,
+    call_timeout: float | None = None,
+    check: str = "auto",
+    faults: Sequence[Fault] = (),
+    mpiexec: Mpiexec | None = None,
+    **options: Any,
+) -> list[R]: ...
+
+
+def run_ranks(  # type: ignore[misc]  # the keywords of ``function`` may have any name
     n: int,
     function: Callable[..., R],
     *args: Any,

@@ -23,8 +23,9 @@ from collective import InvalidArgumentError
 
 __all__ = [
     "Output", "Progress", "add_outputs", "add_sizes", "aligned", "check_directory",
-    "check_file", "check_known", "count", "counts", "lines", "microseconds", "names", "parse_size",
-    "parts", "print_table", "rate_name", "size_name", "time_name", "width", "write", "written",
+    "check_file", "check_known", "count", "counts", "lines", "microseconds", "names", "painted",
+    "parse_size", "parts", "print_table", "rate_name", "size_name", "time_name", "width",
+    "write", "written",
 ]  # fmt: skip
 
 _SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -99,6 +100,18 @@ def width(least: int = _UNCUT) -> int:
     return least
 
 
+def painted(text: str, style: str = "1") -> str:
+    """Return a text in a style, if standard output is a terminal and NO_COLOR is not set.
+
+    Args:
+        text: text without control characters.
+        style: number of the style in ANSI's sequences: 1 for bold, 31 for red, 32 for green.
+    """
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        return f"\033[{style}m{text}\033[0m"
+    return text
+
+
 class Output:
     """Report on standard output: texts and tables that fit its width.
 
@@ -121,9 +134,7 @@ class Output:
 
     def quote(self, text: str) -> None:
         """Print a text as it is, such as an error or a program."""
-        if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
-            text = text.replace("FAILED", "\033[31mFAILED\033[0m")
-        print(text)
+        print(text.replace("FAILED", painted("FAILED", "31")))
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table; if it is too wide, some columns form further parts below."""

@@ -19,7 +19,7 @@ from collective.algorithms.pieces import split_sizes
 from collective.communicator import NULL, Communicator
 from collective.contract.backend import ANY_SOURCE
 from collective.errors import InvalidArgumentError, RankError
-from collective.ops import as_op
+from collective.ops import Op, as_op
 from collective.start.session import comm_or_current
 
 __all__ = ["CollectiveStep", "Differentiable", "check_op"]
@@ -50,7 +50,7 @@ class CollectiveStep:
     keeps: bool = False
 
 
-def check_op(what: str, op: str) -> None:
+def check_op(what: str, op: Op) -> None:
     """Refuse an op that has no derivative here.
 
     Raises:
@@ -77,7 +77,7 @@ class Differentiable(ABC, Generic[T]):
     # -- operations of the framework: nodes of its graph, and the arithmetic of backwards -----
 
     @abstractmethod
-    def check(self, what: str, x: Any, op: str = "sum") -> None:
+    def check(self, what: str, x: Any, op: Op = "sum") -> None:
         """Refuse a value that is not the framework's, or that cannot be differentiated."""
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Differentiable(ABC, Generic[T]):
 
     # -- folds ----------------------------------------------------------------------------
 
-    def all_reduce(self, x: T, comm: Communicator | None = None, op: str = "sum") -> T:
+    def all_reduce(self, x: T, comm: Communicator | None = None, op: Op = "sum") -> T:
         """Fold the ranks' arrays elementwise and give every rank the result.
 
         With ``G = Σ_r g_r``, which is itself an all-reduce, the gradient is for
@@ -165,7 +165,7 @@ class Differentiable(ABC, Generic[T]):
             return self.record(CollectiveStep(forward, adjoint), x)
         return self.record(CollectiveStep(forward, backward, keeps=True), x)
 
-    def reduce(self, x: T, comm: Communicator | None = None, root: int = 0, op: str = "sum") -> T:
+    def reduce(self, x: T, comm: Communicator | None = None, root: int = 0, op: Op = "sum") -> T:
         """Fold the ranks' arrays elementwise and give the result to ``root``.
 
         The gradient is that of :meth:`all_reduce` with ``G = g_root``, a broadcast.
@@ -208,7 +208,7 @@ class Differentiable(ABC, Generic[T]):
         self,
         x: T,
         comm: Communicator | None = None,
-        op: str = "sum",
+        op: Op = "sum",
         axis: int = 0,
         *,
         counts: Sequence[int] | None = None,
@@ -253,7 +253,7 @@ class Differentiable(ABC, Generic[T]):
             return self.record(CollectiveStep(forward, adjoint), x)
         return self.record(CollectiveStep(forward, backward, keeps=True), x)
 
-    def _partial(self, x: Any, y: Any, comm: Communicator, op: str) -> Any:
+    def _partial(self, x: Any, y: Any, comm: Communicator, op: Op) -> Any:
         """Return ``∂y/∂x`` of this rank's ``x``, elementwise; ``y`` is the fold of all arrays."""
         if op == "prod":
             pieces = self.all_gather(x.reshape((1, *x.shape)), comm, counts=[1] * comm.size)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from collective.errors import UnsupportedError
+from collective.ops import Op
 from collective.shards import ShardFold, Shards
 
 from .gradients import Bucket, copied
@@ -274,7 +275,8 @@ class StateFold:
 
     def _reduce_arrays(self, chosen: Sequence[int]) -> None:
         averaged = ["float" in str(a.dtype) or "complex" in str(a.dtype) for a in self._arrays]
-        for op, floating in (("avg", True), ("max", False)):
+        kinds: list[tuple[Op, bool]] = [("avg", True), ("max", False)]
+        for op, floating in kinds:
             members = [nth for nth in chosen if averaged[nth] == floating]
             if not members:
                 continue

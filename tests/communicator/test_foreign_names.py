@@ -10,6 +10,7 @@ import re
 import textwrap
 from typing import Any
 
+import numpy as np
 import pytest
 
 import collective
@@ -49,7 +50,12 @@ def test_foreign_name_remedy_names_existing_attribute(name: str) -> None:
         (lambda c: c.Get_rank, "use comm.rank"),
         (lambda c: c.Create_cart, "use comm.grid(shape, periodic)"),
         (lambda c: Communicator.bcast, "root=0), or comm.broadcast_object(obj, root=0) for obj"),
-        (lambda c: collective.MPI, "use an unmodified program of mpi4py by `collective run --mpi"),
+        (lambda c: collective.MPI, "use `collective run --mpi4py`, which runs a program of mpi4"),
+        (lambda c: collective.ANY_TAG, "this package has no messages of any tag and no windows"),
+        (lambda c: collective.Win, "this package has no messages of any tag and no windows"),
+        (lambda c: c.allgather, "use comm.all_gather(x), or comm.all_gather_object(obj) for obj"),
+        (lambda c: c.irecv, "or comm.recv_object(src) for objects"),
+        (lambda c: c.alltoall, "use comm.all_to_all(x)"),
         (lambda c: collective.maxloc, "use max or min of all_gather_object((x, rank))"),
         (lambda c: collective.Allreduce, "no attribute 'Allreduce'; use collective.all_reduce("),
         (lambda c: collective.get_rank, "use collective.rank()"),
@@ -187,6 +193,30 @@ _Mpi4pys.__module__ = "mpi4py.MPI"
 def test_foreign_operator_error_recommends_equivalent(op: Any, meant: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"Use op='{meant}'"):
         as_op(op)
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "reduce", "reduce_scatter", "scan"])
+def test_reduction_by_mean_recommends_avg(comm: Any, call: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"'mean' is not a reduction.*Use op='avg'"):
+        getattr(comm, call)(np.ones(2), op="mean")
+
+
+def test_differentiable_reduction_by_mean_recommends_avg(comm: Any) -> None:
+    torch = pytest.importorskip("torch")
+    functional = pytest.importorskip("collective.adapters.torch").functional
+    with pytest.raises(InvalidArgumentError, match=r"'mean' is not a reduction.*Use op='avg'"):
+        functional.all_reduce(torch.ones(2), op="mean")
+
+
+def test_broadcast_of_a_module_recommends_its_state(comm: Any) -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(InvalidArgumentError, match=r"for a module: x\.state_dict\(\)"):
+        comm.broadcast(torch.nn.Linear(2, 2))
+
+
+def test_all_reduce_of_a_generator_recommends_a_list(comm: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"for the arrays of this iterator: list\(x\)"):
+        comm.all_reduce(np.ones(2) for _ in range(2))
 
 
 def test_torch_operator_error_recommends_equivalent() -> None:

@@ -36,6 +36,12 @@ def test_recorder_keeps_last_calls_with_their_places():
     assert str(recorder).startswith("mine: 2 collective calls, the last 2:\n  #1 barrier() at")
 
 
+def test_repr_of_recorder_has_title_and_number_of_calls():
+    recorder = Recorder("mine")
+    recorder.begin(Request("barrier"))
+    assert repr(recorder) == "<Recorder of mine: 1 calls>"
+
+
 def test_recorder_drops_oldest_calls():
     recorder = Recorder()
     for number in range(2000):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import os
@@ -47,7 +48,8 @@ def folder() -> pathlib.Path:
 def build(version: int = 22907) -> pathlib.Path:
     """Return the path of the fake that claims to be this version of NCCL; compile it if needed.
 
-    Several processes may build at once: each compiles to a temporary name and renames the file.
+    Of several processes that build at once, one compiles. The others wait for it, so that ranks of
+    one test do not come to their meeting at different times.
 
     Args:
         version: code of the version, 22907 for 2.29.7 and 2708 for 2.7.8. The library lacks
@@ -67,18 +69,26 @@ def build(version: int = 22907) -> pathlib.Path:
     for source in [*sources, *sorted(_SOURCES.glob("*.h"))]:
         key.update(source.name.encode() + b"\0" + source.read_bytes())
     library = folder() / f"libfake-{version}-{key.hexdigest()[:16]}.so"
-    if not library.exists():
-        descriptor, compiled = tempfile.mkstemp(suffix=".so", dir=library.parent)
-        os.close(descriptor)
-        define = f"-DNCCL_FAKE_VERSION={version}"
-        result = subprocess.run(
-            [*command, *_FLAGS, define, "-o", compiled, *map(str, sources), "-lm"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if result.returncode:
-            os.unlink(compiled)
-            raise RuntimeError(f"the ABI fake: {command[0]} failed:\n{result.stderr}")
-        os.replace(compiled, library)
+    with open(library.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(command, version, sources, library)
     return library
+
+
+def _compile(
+    command: list[str], version: int, sources: list[pathlib.Path], library: pathlib.Path
+) -> None:
+    descriptor, compiled = tempfile.mkstemp(suffix=".so", dir=library.parent)
+    os.close(descriptor)
+    define = f"-DNCCL_FAKE_VERSION={version}"
+    result = subprocess.run(
+        [*command, *_FLAGS, define, "-o", compiled, *map(str, sources), "-lm"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        os.unlink(compiled)
+        raise RuntimeError(f"the ABI fake: {command[0]} failed:\n{result.stderr}")
+    os.replace(compiled, library)

@@ -9,6 +9,8 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
+import pickle
 import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,3 +208,18 @@ print("all right")
 @pytest.mark.parametrize("disabled", ["", "native"])
 def test_reload_of_any_module_keeps_communicators_usable(disabled: str) -> None:
     assert printed("-c", RELOAD, COLLECTIVE_DISABLE=disabled) == "all right\n"
+
+
+@pytest.mark.parametrize("name", ["ANY_SOURCE", "NULL"])
+def test_number_in_place_of_a_rank_prints_its_name(name: str) -> None:
+    number = getattr(collective, name)
+    assert repr(number) == str(number) == f"collective.{name}"
+    assert json.loads(json.dumps(number)) == number
+
+
+@pytest.mark.parametrize("name", ["ANY_SOURCE", "NULL"])
+def test_copy_of_a_number_in_place_of_a_rank_prints_its_name(name: str) -> None:
+    number = getattr(collective, name)
+    copied = pickle.loads(pickle.dumps(number))
+    assert copied == number
+    assert repr(copied) == f"collective.{name}"

@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,6 +80,18 @@ def test_checkers_report_exactly_marked_lines(check: Any) -> None:
         wrong += [f"{program.name}:{n}: {reported[n]}" for n in set(reported) - expected]
     assert wrong == []
     assert "wrong.py" in errors
+
+
+@pytest.mark.whole
+def test_mypy_explains_a_wrong_argument_in_few_lines() -> None:
+    """An error names the overloads, and nobody reads more than ten lines of them."""
+    if importlib.util.find_spec("mypy") is None:
+        pytest.skip("mypy is not installed")
+    done = run_python(
+        "-m", "mypy", "--strict", "--no-error-summary", PROGRAMS[-1].parent / "wrong.py"
+    )
+    lines = Counter(line.split(":")[1] for line in done.stdout.splitlines())
+    assert 0 < max(lines.values()) <= 10, lines.most_common(3)
 
 
 def _annotations(function: ast.FunctionDef) -> list[str]:

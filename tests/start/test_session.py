@@ -16,6 +16,7 @@ import pytest
 import collective
 from collective.errors import (
     BackendNotFoundError,
+    BackendUnavailableError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     CommunicatorClosedError,
@@ -116,6 +117,7 @@ def test_call_after_abort_and_close_names_the_call():
     ("arguments", "error", "expected"),
     [
         ({"backend": "smh"}, BackendNotFoundError, "Did you mean 'shm'"),
+        ({"backend": "SHM"}, BackendNotFoundError, "Did you mean 'shm'"),
         ({"backend": "cuda:nccl"}, ConfigError, "cpu:shm"),
         ({"time_out": 3}, ConfigError, "timeout"),
         ({"rank": 0, "size": 2}, ConfigError, "store"),
@@ -547,3 +549,9 @@ with collective.init() as comm:
     for text in (done.stderr, told):
         assert text.count("  File ") == 1, text
         assert text.endswith("Use op='avg'.\n"), text
+
+
+def test_init_of_nccl_without_a_driver_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLLECTIVE_CUDA_LIBRARY", "/absent/libcuda.so.1")
+    with pytest.raises(BackendUnavailableError, match=r"/absent/libcuda\.so\.1 cannot be loaded"):
+        collective.init("nccl")

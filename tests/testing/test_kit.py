@@ -135,6 +135,11 @@ def test_ranks_failed_error_begins_with_cause_and_traceback(backend: str) -> Non
     assert "testing/ranks.py" not in failure.tracebacks[1]
 
 
+def test_repr_of_pool_has_size_and_transport():
+    with RankPool(3, "shm") as pool:
+        assert repr(pool) == "<RankPool of 3 ranks over shm>"
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("pooled", [False, True], ids=["run_ranks", "pool"])
 def test_failure_of_ranks_shows_no_frame_of_this_package(pooled: bool) -> None:

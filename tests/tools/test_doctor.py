@@ -200,6 +200,16 @@ def taken(shown: str) -> list[str]:
     return shown.split("\nWhat a program takes\n")[1].split("\n\n")[0].splitlines()
 
 
+def test_text_has_colours_at_a_terminal(
+    healthy_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    lines = text(healthy_run).splitlines()
+    assert "\033[1mTransports\033[0m" in lines
+    assert any(re.search(r"shm +\033\[32mworks\033\[0m", line) for line in lines), lines
+
+
 def test_text_tells_what_programs_take(healthy_run: dict[str, Any]) -> None:
     lines = taken(text(healthy_run, 200))
     assert lines[:2] == [

@@ -212,6 +212,16 @@ def test_output_on_a_terminal_colours_failures_only(
     assert capsys.readouterr().out == "passed \033[31mFAILED\033[0m\npassed FAILED\n"
 
 
+@pytest.mark.parametrize(
+    ("terminal", "variable", "shown"),
+    [(True, "", "\033[32mworks\033[0m"), (True, "1", "works"), (False, "", "works")],
+)
+def test_painted_has_colours_at_a_terminal_without_no_color(monkeypatch, terminal, variable, shown):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setenv("NO_COLOR", variable)
+    assert show.painted("works", "32") == shown
+
+
 def test_table_written_to_pipe_is_not_cut(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

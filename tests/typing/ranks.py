@@ -14,3 +14,10 @@ def results_have_the_function_s_type() -> None:
     assert_type(run_ranks(2, total, 3), list[int])
     with RankPool(2) as pool:
         assert_type(pool.run(total, 3), list[int])
+        assert_type(pool.run(total, 3, timeout=5.0), list[int])
+
+
+def arguments_may_have_keywords() -> None:
+    assert_type(run_ranks(2, total, count=3), list[int])
+    assert_type(run_ranks(2, total, 3, backend="shm", timeout=5.0), list[int])
+    assert_type(run_ranks(2, lambda comm: comm.rank), list[int])

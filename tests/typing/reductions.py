@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 import collective
 from collective import Communicator, Work
+from collective.ops import Op
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
@@ -60,7 +61,7 @@ def scalars_of_numpy(comm: Communicator, loss: np.float32, total: np.float64) ->
     assert_type(comm.gather(loss), np.ndarray[tuple[int], np.dtype[np.float32]] | None)
 
 
-def configured_operators(comm: Communicator, x: Floats, name: str) -> None:
+def configured_operators(comm: Communicator, x: Floats, name: Op) -> None:
     assert_type(comm.all_reduce(x, op=name), Floats)
     assert_type(comm.reduce_scatter(x, op=name), Floats)
 

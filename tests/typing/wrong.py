@@ -5,11 +5,15 @@ import numpy.typing as npt
 
 import collective
 from collective import Communicator
+from collective.testing import RankPool, run_ranks
 
 Floats = npt.NDArray[np.float32]
 
 
 def operators(comm: Communicator, x: Floats) -> None:
+    comm.all_reduce(x, op="mean")  # error
+    comm.reduce(x, op="SUM")  # error
+    comm.scan(x, op="maxloc")  # error
     comm.all_reduce(x, op=np.add)  # error
     comm.reduce_scatter(x, op=1)  # error
     comm.all_reduce(x, op=collective.ReduceOp.SUM)  # error
@@ -46,3 +50,18 @@ def results(comm: Communicator, x: Floats, y: npt.NDArray[np.int64]) -> None:
     total: npt.NDArray[np.int64] = comm.all_reduce(x)  # error
     count: int = comm.all_reduce(0.5)  # error
     print(total, count, comm.all_reduce(y, out=x).astype(np.int64))
+
+
+def total(comm: Communicator, count: int) -> int:
+    return comm.all_reduce(count)
+
+
+def arguments_of_ranks(pool: RankPool) -> None:
+    run_ranks(2, total)  # error
+    run_ranks(2, total, "3")  # error
+    run_ranks(2, total, 3, 4)  # error
+    run_ranks(2, total, "3", backend="shm")  # error
+    run_ranks("2", total, 3)  # error
+    run_ranks(2, total(None, 3))  # error
+    pool.run(total, "3")  # error
+    pool.run(total, "3", timeout=5.0)  # error

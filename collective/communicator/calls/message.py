@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.contract.backend import ANY_SOURCE
+from collective.contract.backend import ANY_SOURCE, SpecialRank
 from collective.contract.work import Work
 from collective.deadline import Deadline
 from collective.errors import InvalidArgumentError, RankError, UnsupportedError
@@ -37,7 +37,7 @@ Direction = tuple[str, "int | None", "int | None", int]
 
 #: Null rank: a message to it is not sent, and a receive from it receives nothing. Arithmetic with
 #: ranks cannot produce this number by accident, as it could produce -2 (``comm.rank - 2``).
-NULL = -(2**30)
+NULL: int = SpecialRank(-(2**30), "NULL")
 
 
 class Status:
@@ -502,7 +502,7 @@ def _is_busy(path: Path, key: Direction) -> bool:
 
 def _is_free(path: Path, dst: Any, src: Any, tag: Any) -> bool:
     """Return whether no background message must precede a message with these peers and tag."""
-    if not all(type(number) is int for number in (dst, src, tag)):
+    if not all(type(number) in (int, SpecialRank) for number in (dst, src, tag)):
         return False
     if src not in (NOBODY, NULL):
         _refuse_overlap(path, src, tag)

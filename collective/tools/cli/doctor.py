@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 from collective import ConfigError, RendezvousError
 from collective.inner import HostSlots, platform
-from collective.tools.show import Progress, size_name, time_name
+from collective.tools.show import Progress, painted, size_name, time_name
 
 from .run import add_hosts, hosts_of
 
@@ -116,8 +117,20 @@ def text(report: dict[str, Any], width: int = 80) -> str:
     for title, rows in sections:
         rows = list(rows)
         if rows:
-            parts += [title, *_aligned(rows, width), ""]
+            shown = _aligned(rows, width)
+            if title == "Transports":
+                shown = [_VERDICT.sub(_in_colour, line) for line in shown]
+            parts += [painted(title), *shown, ""]
     return "\n".join(parts[:-1])
+
+
+# What a line says of a transport, and the colours: green, and red.
+_VERDICT = re.compile(r"^(  \S+ +)(works|FAILS|no)\b")
+_STYLES = {"works": "32", "FAILS": "31", "no": "31"}
+
+
+def _in_colour(line: re.Match[str]) -> str:
+    return line[1] + painted(line[2], _STYLES[line[2]])
 
 
 def _aligned(rows: list[tuple[str, str]], width: int) -> list[str]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collective.inner import platform
+from collective.tools.show import painted
 
 __all__ = ["Lesson", "add_parser", "lead", "lessons", "perform"]
 
@@ -154,7 +155,8 @@ def lead(wait: Callable[[str], bool], chosen: Sequence[Lesson] | None = None) ->
     failed = 0
     with tempfile.TemporaryDirectory(prefix="collective-tour-") as directory:
         for number, lesson in enumerate(shown, 1):
-            print(f"{number} of {len(shown)}: {lesson.title}\n\n{lesson.text}\n")
+            title = painted(f"{number} of {len(shown)}: {lesson.title}")
+            print(f"{title}\n\n{lesson.text}\n")
             print("".join(f"    {line}".rstrip() + "\n" for line in lesson.program.splitlines()))
             if not wait("Enter runs it, q ends the tour: "):
                 return failed

@@ -29,7 +29,8 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import from_numpy, named
 from collective.request import Request
 from collective.start.stores import MemoryStore
-from tests.fakes import Fake
+from collective.testing import RanksFailedError
+from tests.fakes import Fake, environment
 from tests.support.nccl_processes import (
     FAR,
     Caller,
@@ -516,6 +517,27 @@ def test_rank_without_driver_is_named_on_all_ranks() -> None:
     with Pools(NoDriver) as run:
         for refusal in run(2, cannot):
             assert re.search(r"all_reduce\(\): rank 0: cuda: .*/nowhere/libcuda", refusal), refusal
+
+
+class NeverADriver(FakeNccl):
+    """Transport whose rank 0 has no driver when it connects."""
+
+    @classmethod
+    def connect(cls, world: World, deadline: Deadline) -> Any:
+        os.environ.update(environment(cls.version))
+        if world.rank == 0:
+            os.environ["COLLECTIVE_CUDA_LIBRARY"] = "/nowhere/libcuda.so.1"
+        return super(FakeNccl, cls).connect(world, deadline)
+
+
+def test_init_without_driver_on_one_rank_raises_on_all_ranks() -> None:
+    with Pools(NeverADriver) as run, pytest.raises(RanksFailedError) as caught:
+        run(2, on_host)
+    for rank in range(2):
+        text = rf"nccl: rank 0: cuda: /nowhere/libcuda\.so\.1 cannot be loaded.* \[rank {rank}\]"
+        error = caught.value.errors[rank]
+        assert isinstance(error, BackendUnavailableError), repr(error)
+        assert re.search(text, str(error)), error
 
 
 @on_ranks("nccl", size=1)
