@@ -7,7 +7,7 @@ program that cannot be started so calls :func:`enable` before it imports mpi4py.
 The modules here are what ``mpi4py.MPI`` consists of, from the bottom up: ``handles``,
 ``exceptions``, ``memory``, ``layouts``, ``datatypes``, ``messages`` (what arguments describe),
 ``operators``, ``operations`` (what is in flight), ``requests``, ``point_to_point``,
-``collectives``, ``communicators``, ``topologies``, ``refusals``, ``windows`` and ``environment``.
+``collectives``, ``communicators``, ``topologies``, ``windows`` and ``environment``.
 """
 
 from __future__ import annotations

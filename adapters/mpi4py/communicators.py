@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,7 +62,6 @@ class Context(Inner):
         self.kind: Any = Intracomm
         self.topology: Any = None
         self.hints: dict[str, str] = {}
-        self.locks: dict[Any, threading.Lock] = {}
         self._tags = 0
         self._eligible = 0
 
