@@ -45,6 +45,7 @@ class Context(Inner):
         rank, size: of this process in the communicator, and number of members.
         points, calls, answers: messages of the program, those of collective calls, and answers to
             synchronous sends.
+        post_send, post_receive: the engine's functions, see :attr:`Mail.engine`.
         topology: dimensions or neighbours, or None.
     """
 
@@ -54,6 +55,7 @@ class Context(Inner):
         self.rank = self.ranks.index(core.rank)
         self.size = len(self.ranks)
         self.points = mail.context(3 * number, self.ranks)
+        self.post_send, self.post_receive = mail.engine.send, mail.engine.receive
         self.calls = mail.context(3 * number + 1, self.ranks)
         self.answers = mail.context(3 * number + 2, self.ranks)
         self.world = core

@@ -177,9 +177,11 @@ class MPIPoolExecutor(Executor):
             raise TypeError("initializer must be a callable")
         initargs, workers = tuple(initargs), _workers or _Shared.workers
         self._processes: _Processes | None = None
+        self._start: Callable[..., Future[Any]]
         if workers is not None:
             first = None if initializer is None else (initializer, initargs)
-            self._size, self._start = workers.size, partial(workers.submit, next(self._keys), first)
+            self._start = partial(workers.submit, next(self._keys), first)
+            self._size = workers.size
         else:
             self._size = max_workers or int(os.environ.get("MPI4PY_FUTURES_MAX_WORKERS") or 1)
             context = multiprocessing.get_context("spawn")
