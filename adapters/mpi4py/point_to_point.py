@@ -223,24 +223,17 @@ class PointToPoint(Handle):
             return None if received is NotImplemented else received
         return None
 
-    def _end(self, received: Any, status: Status | None, *sent: Any) -> Any:
-        """Wait for a posted receive, answer it and fill a status; return the receive.
-
-        Args:
-            received: the receive.
-            status: a status, or None.
-            sent: posted send that must also end.
-        """
+    def _end(self, received: Any, status: Status | None) -> None:
+        """Wait for a posted receive, answer it and fill a status."""
         context = self._inner
         mail = context.points
-        if not received.whole or (sent and not sent[0].done):
+        if not received.whole:
             with TRANSLATED:
-                await_posted(mail, received, *sent)
+                await_posted(mail, received)
         if received.tag & mail.WANTS_ANSWER:
             answer(mail, context.answers, received)
         if status is not None:
             _fill(status, *mail.status(received))
-        return received
 
     def _leave(self, sent: Any) -> None:
         """Wait for a posted send."""
@@ -287,7 +280,9 @@ class PointToPoint(Handle):
         if received is None:  # the communicator has broken since
             self._Recv(recvbuf, source, recvtag).run(status)
         else:
-            self._end(received, status, sent)
+            if not sent.done:
+                self._leave(sent)
+            self._end(received, status)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Send a buffer."""
@@ -322,7 +317,8 @@ class PointToPoint(Handle):
         received = self._received(None, source, tag)
         if received is None:
             return self._receiving(None, source, tag).run(status)
-        return loads(self._end(received, status).data)
+        self._end(received, status)
+        return loads(received.data)
 
     def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Receive an object. ``buf`` is not used."""

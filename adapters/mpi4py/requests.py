@@ -41,19 +41,16 @@ def _lengthened(statuses: Any, count: int) -> Sequence[Status]:
 
 
 def _complete(
-    requests: Sequence[Request], waits: bool, enough: Callable[[Any], bool] = any
-) -> tuple[dict[int, Operation], list[int]]:
-    """Move or wait for requests; return the active operations, and indices of complete ones."""
+    requests: Sequence[Request], waits: bool
+) -> tuple[dict[int, Operation], list[int]]:  # fmt: skip
+    """Move requests, or wait for one; return the active ones and the indices of complete ones."""
     live = {
         index: request._inner
         for index, request in enumerate(requests)
         if request._inner is not None and request._inner.active
     }
-    if waits and enough is all:
-        for operation in live.values():
-            operation.wait()
-    elif waits and live:
-        wait_for(list(live.values()), enough)
+    if waits and live:
+        wait_for(list(live.values()), any)
     elif live:
         progress(list(live.values()))
     return live, [index for index, operation in live.items() if operation.advance()]
@@ -137,9 +134,15 @@ class Request(Handle, kind=True):
     def _all(requests: Sequence[Request], statuses: Any, waits: bool, keeps: bool) -> Any:
         """Return whether all requests are complete, and if so their objects."""
         statuses = _lengthened(statuses, len(requests))
-        live, complete = _complete(requests, waits, all)
-        if len(complete) < len(live):
-            return False, None
+        if waits:
+            for request in requests:
+                operation = request._inner
+                if operation is not None and operation.active:
+                    operation.wait()
+        else:
+            live, complete = _complete(requests, False)
+            if len(complete) < len(live):
+                return False, None
         return True, _settle_each(requests, statuses, keeps)
 
     @staticmethod
