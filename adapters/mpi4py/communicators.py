@@ -9,9 +9,9 @@ from typing import Any
 import collective
 from collective.inner import session
 
-from .attributes import Attributed, copy_attributes, delete_attributes
+from .attributes import ERRORS_RETURN, Attributed, Handling, copy_attributes, delete_attributes
 from .collectives import CALL_TAGS, Collectives, Prefixes
-from .exceptions import CLASSES, ERRORS_RETURN, TRANSLATED, Handling, MPIError, last_used, refusing
+from .exceptions import CLASSES, TRANSLATED, MPIError, last_used, refusing
 from .groups import CONGRUENT, IDENT, SIMILAR, UNDEFINED, UNEQUAL, Group, Members
 from .handles import Inner, Named, reader
 from .info import INFO_NULL, Info

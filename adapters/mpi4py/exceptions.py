@@ -1,17 +1,14 @@
-"""Error classes and codes, ``MPI.Exception``, error handlers, and the refusals."""
+"""Error classes and codes, ``MPI.Exception``, and the refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import total_ordering
 from typing import Any, NoReturn
 
 import collective
 
-from .handles import Handle, Inner
-
 __all__ = [
-    "CLASSES", "TRANSLATED", "Errhandler", "MPIError", "UnsupportedError", "refuse",
+    "CLASSES", "TRANSLATED", "MPIError", "UnsupportedError", "refuse",
     "refuse_all", "refusing", "translated",
 ]  # fmt: skip
 
@@ -24,9 +21,14 @@ _NAMES = (
     "RMA_SHARED PROC_ABORTED SESSION VALUE_TOO_LARGE ERRHANDLER ABI PROC_FAILED "
     "PROC_FAILED_PENDING REVOKED"
 ).split()
-# Texts of the classes whose names do not say what is wrong.
+# Texts of the classes whose names alone do not say what is wrong.
 _TEXTS = {f"ERR_{name}": f"invalid {name.lower()}" for name in _NAMES[:13]} | {
     "SUCCESS": "no error",
+    "ERR_TYPE": "invalid datatype",
+    "ERR_COMM": "invalid communicator",
+    "ERR_OP": "invalid operator",
+    "ERR_DIMS": "invalid dimensions",
+    "ERR_ARG": "invalid argument",
     "ERR_TRUNCATE": "the message is longer than the buffer",
     "ERR_OTHER": "another error",
     "ERR_INTERN": "internal error",
@@ -106,7 +108,6 @@ class MPIError(RuntimeError):
 
 
 MPIError.__name__ = MPIError.__qualname__ = "Exception"  # its name in mpi4py
-Handle.null_exception = MPIError
 
 
 class UnsupportedError(NotImplementedError):
@@ -220,52 +221,3 @@ class _Translated:
 
 
 TRANSLATED = _Translated()
-
-
-class _Handling(Inner):
-    """Error handler: the function of the program, or None."""
-
-    def __init__(self, function: Callable[..., None] | None = None) -> None:
-        self.function = function
-
-
-class Errhandler(Handle, kind=True):
-    """Error handler of a communicator.
-
-    Whichever is set, an error raises :class:`Exception`, as with mpi4py's default.
-    """
-
-    __slots__ = ()
-    null_error, constants_end = CLASSES["ERR_ERRHANDLER"], True
-    Free = Handle._free
-
-
-ERRHANDLER_NULL = Errhandler._constant("ERRHANDLER_NULL")
-ERRORS_RETURN = Errhandler._constant("ERRORS_RETURN", _Handling())
-ERRORS_ABORT = Errhandler._constant("ERRORS_ABORT", _Handling())
-ERRORS_ARE_FATAL = Errhandler._constant("ERRORS_ARE_FATAL", _Handling())
-
-
-class Handling:
-    """Methods of the classes that have error handlers: communicators and windows."""
-
-    __slots__ = ()
-
-    @classmethod
-    def Create_errhandler(cls, errhandler_fn: Callable[..., None]) -> Errhandler:
-        """Return a handler that calls ``errhandler_fn(handle, code)``."""
-        return Errhandler._of(_Handling(errhandler_fn))  # type: ignore[no-any-return]
-
-    def Get_errhandler(self: Any) -> Errhandler:
-        """Return the handler."""
-        return Errhandler._of(self._live.errhandler)  # type: ignore[no-any-return]
-
-    def Set_errhandler(self: Any, errhandler: Errhandler) -> None:
-        """Set the handler."""
-        self._live.errhandler = errhandler._live
-
-    def Call_errhandler(self: Any, errorcode: int) -> None:
-        """Call the handler for an error code."""
-        function = self._live.errhandler.function
-        if function is not None:
-            function(self, errorcode)

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 COMM_WORLD, COMM_SELF = communicators.begin()
 
 _OF_MODULES = {
-    attributes: "KEYVAL_INVALID",
+    attributes: "KEYVAL_INVALID Errhandler ERRHANDLER_NULL ERRORS_RETURN ERRORS_ABORT "
+    "ERRORS_ARE_FATAL",
     communicators: "Comm Intercomm Intracomm COMM_NULL COMM_TYPE_SHARED COMM_TYPE_HW_GUIDED "
     "COMM_TYPE_HW_UNGUIDED COMM_TYPE_RESOURCE_GUIDED ROOT",
     datatypes: "Datatype DATATYPE_NULL ORDER_C ORDER_FORTRAN TYPECLASS_LOGICAL TYPECLASS_INTEGER "
@@ -50,8 +51,7 @@ _OF_MODULES = {
     "Aint_add Aint_diff Open_port "
     "Close_port Publish_name Unpublish_name Lookup_name Register_datarep _typealign "
     "_sizeof _addressof _handleof",
-    exceptions: "Errhandler ERRHANDLER_NULL ERRORS_RETURN ERRORS_ABORT ERRORS_ARE_FATAL "
-    "Get_error_class Get_error_string Add_error_class Add_error_code Add_error_string "
+    exceptions: "Get_error_class Get_error_string Add_error_class Add_error_code Add_error_string "
     "Remove_error_class Remove_error_code Remove_error_string",
     groups: "Group GROUP_NULL GROUP_EMPTY UNDEFINED PROC_NULL IDENT CONGRUENT SIMILAR UNEQUAL",
     handles: "BOTTOM IN_PLACE BUFFER_AUTOMATIC BottomType InPlaceType BufferAutomaticType",
