@@ -30,7 +30,6 @@ __all__ = ["Mail"]
 # answer, then 31 bits for the tag of the caller. All other messages of a communicator have smaller
 # or negative tags.
 _MAIL_BIT, _CONTEXT_SHIFT, _CONTEXTS, _TAGS = 1 << 62, 32, 1 << 30, 1 << 31
-_WANTS_ANSWER = 1 << 31
 
 
 class Mail:
@@ -47,10 +46,10 @@ class Mail:
         places: the engine's rank of each rank.
     """
 
-    #: Masks of a receive of the engine for any tag of a context, and for one tag.
-    ANY, ONE = ~(_WANTS_ANSWER | _TAGS - 1), ~_WANTS_ANSWER
     #: Bit of the engine's tag of a message whose sender waits for an answer.
-    WANTS_ANSWER = _WANTS_ANSWER
+    WANTS_ANSWER = 1 << 31
+    #: Masks of a receive of the engine for any tag of a context, and for one tag.
+    ANY, ONE = ~(WANTS_ANSWER | _TAGS - 1), ~WANTS_ANSWER
 
     def __init__(
         self, path: Path, engine: Engine, context: int = 0, ranks: Sequence[int] | None = None
@@ -63,8 +62,7 @@ class Mail:
         self.places = range(path.size) if ranks is None else tuple(ranks)
         self.bits = _MAIL_BIT | context << _CONTEXT_SHIFT
         self._send, self._receive = engine.send, engine.receive
-        self.size = path.size if ranks is None else len(ranks)
-        self.rank = path.rank if ranks is None else ranks.index(path.rank)
+        self.size, self.rank = len(self.places), self.places.index(path.rank)
 
     def context(self, number: int, ranks: Sequence[int] | None = None) -> Mail:
         """Return the messages of another context. No rank waits, and nothing needs to be closed.
@@ -75,9 +73,7 @@ class Mail:
         """
         if not 0 < number < _CONTEXTS:
             raise InvalidArgumentError(f"context: {number}; expected 1 to {_CONTEXTS - 1}.")
-        members = self._ranks
-        if ranks is not None:
-            members = [rank if members is None else members[rank] for rank in ranks]
+        members = self._ranks if ranks is None else [self.places[rank] for rank in ranks]
         return Mail(self._path, self.engine, number, members)
 
     # -- posting ------------------------------------------------------------------------
@@ -89,13 +85,13 @@ class Mail:
             data: contiguous buffer, or None for an empty message. It must not change until the
                 send has ended.
             dst, tag: rank that receives it, and an integer from 0 to 2**31 - 1.
-            answer: what :meth:`wants_answer` tells its receiver.
+            answer: whether the receiver's tag has the bit :attr:`WANTS_ANSWER`.
         """
         if not 0 <= tag < _TAGS:
             self._refuse_tag(tag)
         to = dst if self._ranks is None else self._ranks[dst]
         if answer:
-            tag |= _WANTS_ANSWER
+            tag |= self.WANTS_ANSWER
         posted = self._send(data, to, self.bits | tag)
         return self._refuse("send", tag) if posted is NotImplemented else posted
 
@@ -111,11 +107,6 @@ class Mail:
         """
         posted = self._receive(memory, *self._wanted(src, tag), wait)
         return self._refuse("recv", tag) if posted is NotImplemented else posted
-
-    @staticmethod
-    def wants_answer(posted: Posted) -> bool:
-        """Return whether the sender of a received message waits for an answer to it."""
-        return posted.tag & _WANTS_ANSWER != 0
 
     def _wanted(self, src: int, tag: int) -> tuple[int, int, int]:
         """Return source, tag and mask for the engine."""
