@@ -227,6 +227,7 @@ class Operation(Inner):
         if not self.done:
             for posted in self.posted:
                 if not posted.done:
+                    self._answer()
                     return False
             self._complete()
         return self.done
@@ -234,7 +235,9 @@ class Operation(Inner):
     def wait(self) -> None:
         """Wait for the operation."""
         if not self.advance():
-            if not self.posted or len(_outstanding) > (self in _outstanding):
+            # Meanwhile this rank may have to answer: other receives, or its own beside a send.
+            others = len(_outstanding) - (self in _outstanding)
+            if others or not self.posted or (self._received is not None and len(self.posted) > 1):
                 wait_for([self])
             else:
                 self._complete()
@@ -261,8 +264,15 @@ class Operation(Inner):
         finally:
             # Memory of the program stays no longer than needed.
             self.posted = self._afterwards = ()
-        if received is not None and received.tag & self.mail.WANTS_ANSWER:
-            answer(self.mail, self._answers, received)
+        self._answer()
+
+    def _answer(self) -> None:
+        """Answer the send of the received message, once, if it is synchronous."""
+        answers = self._answers
+        if answers is not None and self._received.done:
+            self._answers = None
+            if self._received.tag & self.mail.WANTS_ANSWER:
+                answer(self.mail, answers, self._received)
 
     def settle(self, status: Status | None) -> Any:
         """Fill a status of the complete operation; return the received object, or raise."""

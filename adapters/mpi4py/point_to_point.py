@@ -212,10 +212,13 @@ class PointToPoint(Handle):
             and ANY_TAG <= tag <= TAG_UB
         ):
             mail = context.points
-            place = source if source < 0 else mail.places[source]
-            tag, mask = (mail.bits, mail.ANY) if tag < 0 else (mail.bits | tag, mail.ONE)
+            bits, mask = mail.bits, mail.ANY
+            if tag >= 0:
+                bits, mask = bits | tag, mail.ONE
+            if source >= 0:
+                source = mail.places[source]
             try:
-                received = context.post_receive(memory, place, tag, mask, waits)
+                received = context.post_receive(memory, source, bits, mask, waits)
             except CollectiveError as error:
                 raise translated(error) from error
             except (BufferError, ValueError):
@@ -279,10 +282,13 @@ class PointToPoint(Handle):
         received = self._received(recvbuf, source, recvtag)
         if received is None:  # the communicator has broken since
             self._Recv(recvbuf, source, recvtag).run(status)
-        else:
+            return
+        # The receive first, since its sender may wait for the answer before it takes what is sent.
+        try:
+            self._end(received, status)
+        finally:
             if not sent.done:
                 self._leave(sent)
-            self._end(received, status)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Send a buffer."""

@@ -116,9 +116,9 @@ class Request(Handle, kind=True):
             self._inner = None
         return operation.settle(status)
 
-    # Each of the next three methods is the calls on several requests that are made of it. These
-    # wait, or test, or only fill the statuses, and then the requests stay. Calls in lower case
-    # return the received objects, too.
+    # Each of the next three methods makes several of the calls below: those that wait, those that
+    # test, and those that only fill the statuses, after which the requests stay. Calls in lower
+    # case return the received objects, too.
 
     @staticmethod
     def _any(requests: Sequence[Request], status: Any, waits: bool, keeps: bool) -> Any:

@@ -59,7 +59,7 @@ class Mail:
         if ranks is not None and list(ranks) == list(range(path.size)):
             ranks = None
         self._ranks = ranks
-        self.places = range(path.size) if ranks is None else tuple(ranks)
+        self.places = tuple(range(path.size) if ranks is None else ranks)
         self.bits = _MAIL_BIT | context << _CONTEXT_SHIFT
         self._send, self._receive = engine.send, engine.receive
         self.size, self.rank = len(self.places), self.places.index(path.rank)
