@@ -1,7 +1,7 @@
 """``python -m mpi4py.futures PROGRAM``: rank 0 runs the program, the others work for it."""
 
 from ..run import main
-from . import run_main
+from .pool import run_main
 
 if __name__ == "__main__":
     run_main(main)
