@@ -4,10 +4,10 @@
 starts, find the package in ``importable`` in place of an installed mpi4py, and its metadata. A
 program that cannot be started so calls :func:`enable` before it imports mpi4py.
 
-The modules here are what ``mpi4py.MPI`` consists of, from the bottom up: ``handles``,
-``exceptions``, ``memory``, ``layouts``, ``datatypes``, ``messages`` (what arguments describe),
-``operators``, ``operations`` (what is in flight), ``requests``, ``point_to_point``,
-``collectives``, ``communicators``, ``topologies``, ``refusals``, ``windows`` and ``environment``.
+The modules here are what ``mpi4py.MPI`` consists of, from the bottom up: ``exceptions``,
+``handles``, ``attributes``, ``memory``, ``layouts``, ``datatypes``, ``messages`` (what arguments
+describe), ``operators``, ``operations`` (what is in flight), ``requests``, ``point_to_point``,
+``collectives``, ``communicators``, ``topologies``, ``windows`` and ``environment``.
 """
 
 from __future__ import annotations

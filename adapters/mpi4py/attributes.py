@@ -1,4 +1,4 @@
-"""Attributes of communicators, datatypes and windows, by keyvals that the program makes."""
+"""What the program attaches to communicators, datatypes and windows: attributes, error handlers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .exceptions import CLASSES, MPIError
-from .handles import Inner
+from .handles import Handle, Inner
 
-__all__ = ["KEYVAL_INVALID", "Attributed", "copy_attributes", "delete_attributes"]
+__all__ = [
+    "ERRORS_RETURN", "KEYVAL_INVALID", "Attributed", "Errhandler", "Handling", "copy_attributes",
+    "delete_attributes",
+]  # fmt: skip
 
 KEYVAL_INVALID = 0
 _numbers = itertools.count(1000)
@@ -119,3 +122,52 @@ def _guarded(function: Callable[..., Any], *args: Any) -> Any:
     except BaseException as error:
         traceback.print_exc()
         raise MPIError(CLASSES["ERR_OTHER"], f"keyval: {error!r}") from error
+
+
+class _Handling(Inner):
+    """Error handler: the function of the program, or None."""
+
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self.function = function
+
+
+class Errhandler(Handle, kind=True):
+    """Error handler of a communicator.
+
+    Whichever is set, an error raises :class:`Exception`, as with mpi4py's default.
+    """
+
+    __slots__ = ()
+    null_error, constants_end = CLASSES["ERR_ERRHANDLER"], True
+    Free = Handle._free
+
+
+ERRHANDLER_NULL = Errhandler._constant("ERRHANDLER_NULL")
+ERRORS_RETURN = Errhandler._constant("ERRORS_RETURN", _Handling())
+ERRORS_ABORT = Errhandler._constant("ERRORS_ABORT", _Handling())
+ERRORS_ARE_FATAL = Errhandler._constant("ERRORS_ARE_FATAL", _Handling())
+
+
+class Handling:
+    """Methods of the classes that have error handlers: communicators and windows."""
+
+    __slots__ = ()
+
+    @classmethod
+    def Create_errhandler(cls, errhandler_fn: Callable[..., None]) -> Errhandler:
+        """Return a handler that calls ``errhandler_fn(handle, code)``."""
+        return Errhandler._of(_Handling(errhandler_fn))  # type: ignore[no-any-return]
+
+    def Get_errhandler(self: Any) -> Errhandler:
+        """Return the handler."""
+        return Errhandler._of(self._live.errhandler)  # type: ignore[no-any-return]
+
+    def Set_errhandler(self: Any, errhandler: Errhandler) -> None:
+        """Set the handler."""
+        self._live.errhandler = errhandler._live
+
+    def Call_errhandler(self: Any, errorcode: int) -> None:
+        """Call the handler for an error code."""
+        function = self._live.errhandler.function
+        if function is not None:
+            function(self, errorcode)

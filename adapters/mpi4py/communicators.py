@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import collective
 from collective.inner import session
 
-from .attributes import Attributed, copy_attributes, delete_attributes
+from .attributes import ERRORS_RETURN, Attributed, Handling, copy_attributes, delete_attributes
 from .collectives import CALL_TAGS, Collectives, Prefixes
-from .exceptions import CLASSES, ERRORS_RETURN, TRANSLATED, Handling, MPIError, last_used, refusing
+from .exceptions import CLASSES, TRANSLATED, MPIError, last_used, refusing
 from .groups import CONGRUENT, IDENT, SIMILAR, UNDEFINED, UNEQUAL, Group, Members
 from .handles import Inner, Named, reader
 from .info import INFO_NULL, Info
@@ -46,6 +45,7 @@ class Context(Inner):
         rank, size: of this process in the communicator, and number of members.
         points, calls, answers: messages of the program, those of collective calls, and answers to
             synchronous sends.
+        post_send, post_receive: the engine's functions, see :attr:`Mail.engine`.
         topology: dimensions or neighbours, or None.
     """
 
@@ -55,6 +55,7 @@ class Context(Inner):
         self.rank = self.ranks.index(core.rank)
         self.size = len(self.ranks)
         self.points = mail.context(3 * number, self.ranks)
+        self.post_send, self.post_receive = mail.engine.send, mail.engine.receive
         self.calls = mail.context(3 * number + 1, self.ranks)
         self.answers = mail.context(3 * number + 2, self.ranks)
         self.world = core
@@ -63,7 +64,6 @@ class Context(Inner):
         self.kind: Any = Intracomm
         self.topology: Any = None
         self.hints: dict[str, str] = {}
-        self.locks: dict[Any, threading.Lock] = {}
         self._tags = 0
         self._eligible = 0
 

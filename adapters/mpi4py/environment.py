@@ -12,7 +12,7 @@ from typing import Any
 
 import collective
 
-from .communicators import Comm, world
+from .communicators import world
 from .datatypes import Datatype
 from .exceptions import CLASSES, MPIError, refusing
 from .handles import Constant, Handle
@@ -148,51 +148,9 @@ Open_port = Close_port = Publish_name = Unpublish_name = Lookup_name = refusing(
 Register_datarep = refusing("Register_datarep", "it has no files that ranks share", "Use NumPy.")
 
 
-def _set_abort_status(status: int) -> None:
-    """Do nothing: the launcher passes the exit code of the rank that failed on."""
-
-
-def _comm_lock(comm: Comm, key: Any = None) -> threading.Lock:
-    """Return a lock of a communicator, the same for each key."""
-    return comm._live.locks.setdefault(key, threading.Lock())  # type: ignore[no-any-return]
-
-
-def _comm_lock_table(comm: Comm) -> dict[Any, threading.Lock]:
-    """Return the locks of a communicator."""
-    return comm._live.locks  # type: ignore[no-any-return]
-
-
-def _commctx_intra(comm: Comm) -> tuple[Any, int]:
-    """Return a communicator for messages of a library, and the first of its tags."""
-    context = comm._live
-    if "shadow" not in context.__dict__:
-        context.shadow = comm.Dup()
-    return context.shadow, 0
-
-
-_commctx_inter = refusing("an intercommunicator", "it has none", "Use one communicator.")
-
-
-def _typecode(datatype: Datatype) -> str | None:
-    """Return the code of a datatype, or None."""
-    return (datatype._inner.code or None) if datatype else None
-
-
 def _typealign(datatype: Datatype) -> int | None:
     """Return the alignment of a predefined datatype, or None."""
     return (datatype._inner.align or None) if datatype and datatype.is_predefined else None
-
-
-def _datatype_create(datatype: Datatype, combiner: str, params: Any, free: bool = False) -> Any:
-    """Return the datatype that ``decode`` has described."""
-    if combiner == "NAMED":
-        return datatype
-    return getattr(datatype, f"Create_{combiner.lower()}")(**params)
-
-
-def _datatype_decode(datatype: Datatype, mark: bool = False) -> Any:
-    """Return a datatype as ``decode`` does."""
-    return datatype.decode()
 
 
 def _sizeof(arg: Any) -> int:

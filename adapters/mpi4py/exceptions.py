@@ -1,58 +1,45 @@
-"""Error classes and codes, ``MPI.Exception``, error handlers, and the refusals."""
+"""Error classes and codes, ``MPI.Exception``, and the refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import total_ordering
 from typing import Any, NoReturn
 
 import collective
 
-from .handles import Handle, Inner
-
 __all__ = [
-    "CLASSES", "TRANSLATED", "Errhandler", "MPIError", "UnsupportedError", "refuse", "refusing",
-    "translated",
+    "CLASSES", "TRANSLATED", "MPIError", "UnsupportedError", "refuse",
+    "refuse_all", "refusing", "translated",
 ]  # fmt: skip
 
-_TEXTS = {
+_NAMES = (
+    "BUFFER COUNT TYPE TAG COMM RANK REQUEST ROOT GROUP OP TOPOLOGY DIMS ARG UNKNOWN TRUNCATE "
+    "OTHER INTERN PENDING IN_STATUS ACCESS AMODE ASSERT BAD_FILE BASE CONVERSION DISP DUP_DATAREP "
+    "FILE_EXISTS FILE_IN_USE FILE INFO_KEY INFO_NOKEY INFO_VALUE INFO IO KEYVAL LOCKTYPE NAME "
+    "NO_MEM NOT_SAME NO_SPACE NO_SUCH_FILE PORT QUOTA READ_ONLY RMA_CONFLICT RMA_SYNC SERVICE SIZE "
+    "SPAWN UNSUPPORTED_DATAREP UNSUPPORTED_OPERATION WIN RMA_RANGE RMA_ATTACH RMA_FLAVOR "
+    "RMA_SHARED PROC_ABORTED SESSION VALUE_TOO_LARGE ERRHANDLER ABI PROC_FAILED "
+    "PROC_FAILED_PENDING REVOKED"
+).split()
+# Texts of the classes whose names alone do not say what is wrong.
+_TEXTS = {f"ERR_{name}": f"invalid {name.lower()}" for name in _NAMES[:13]} | {
     "SUCCESS": "no error",
-    "ERR_BUFFER": "invalid buffer",
-    "ERR_COUNT": "invalid count",
     "ERR_TYPE": "invalid datatype",
-    "ERR_TAG": "invalid tag",
     "ERR_COMM": "invalid communicator",
-    "ERR_RANK": "invalid rank",
-    "ERR_REQUEST": "invalid request",
-    "ERR_ROOT": "invalid root",
-    "ERR_GROUP": "invalid group",
     "ERR_OP": "invalid operator",
-    "ERR_TOPOLOGY": "invalid topology",
     "ERR_DIMS": "invalid dimensions",
     "ERR_ARG": "invalid argument",
-    "ERR_UNKNOWN": "unknown error",
     "ERR_TRUNCATE": "the message is longer than the buffer",
     "ERR_OTHER": "another error",
     "ERR_INTERN": "internal error",
-    "ERR_PENDING": "the request is pending",
     "ERR_IN_STATUS": "the error is in the status",
 }
-_MORE = (
-    "ACCESS AMODE ASSERT BAD_FILE BASE CONVERSION DISP DUP_DATAREP FILE_EXISTS FILE_IN_USE FILE "
-    "INFO_KEY INFO_NOKEY INFO_VALUE INFO IO KEYVAL LOCKTYPE NAME NO_MEM NOT_SAME NO_SPACE "
-    "NO_SUCH_FILE PORT QUOTA READ_ONLY RMA_CONFLICT RMA_SYNC SERVICE SIZE SPAWN "
-    "UNSUPPORTED_DATAREP UNSUPPORTED_OPERATION WIN RMA_RANGE RMA_ATTACH RMA_FLAVOR RMA_SHARED "
-    "PROC_ABORTED SESSION VALUE_TOO_LARGE ERRHANDLER ABI PROC_FAILED PROC_FAILED_PENDING REVOKED"
-).split()
 #: Error classes of MPI by name, with their numbers.
-CLASSES = {
-    name: number
-    for number, name in enumerate([*_TEXTS, *(f"ERR_{name}" for name in _MORE)])
-}  # fmt: skip
+CLASSES = {"SUCCESS": 0} | {f"ERR_{name}": number for number, name in enumerate(_NAMES, 1)}
 LASTCODE = 0x3FFF
 CLASSES["ERR_LASTCODE"] = LASTCODE
 _texts: dict[int, str] = {
-    number: f"MPI_{name}: {_TEXTS.get(name, name[4:].lower().replace('_', ' '))}"
+    number: f"MPI_{name}: {_TEXTS.get(name) or name[4:].lower().replace('_', ' ')}"
     for name, number in CLASSES.items()
 }
 # Classes and codes that the program has added, each code with its class.
@@ -121,7 +108,6 @@ class MPIError(RuntimeError):
 
 
 MPIError.__name__ = MPIError.__qualname__ = "Exception"  # its name in mpi4py
-Handle.null_exception = MPIError
 
 
 class UnsupportedError(NotImplementedError):
@@ -142,6 +128,12 @@ def refusing(what: str, why: str, instead: str) -> Any:
     function.__name__ = what.rpartition(".")[2]
     function.__doc__ = f"Refuse: {why}."
     return function
+
+
+def refuse_all(cls: Any, names: str, why: str, instead: str) -> None:
+    """Let methods of a class refuse, by names that spaces separate."""
+    for name in names.split():
+        setattr(cls, name, refusing(f"{cls.__name__}.{name}", why, instead))
 
 
 def Get_error_class(errorcode: int) -> int:
@@ -229,52 +221,3 @@ class _Translated:
 
 
 TRANSLATED = _Translated()
-
-
-class _Handling(Inner):
-    """Error handler: the function of the program, or None."""
-
-    def __init__(self, function: Callable[..., None] | None = None) -> None:
-        self.function = function
-
-
-class Errhandler(Handle, kind=True):
-    """Error handler of a communicator.
-
-    Whichever is set, an error raises :class:`Exception`, as with mpi4py's default.
-    """
-
-    __slots__ = ()
-    null_error, constants_end = CLASSES["ERR_ERRHANDLER"], True
-    Free = Handle._free
-
-
-ERRHANDLER_NULL = Errhandler._constant("ERRHANDLER_NULL")
-ERRORS_RETURN = Errhandler._constant("ERRORS_RETURN", _Handling())
-ERRORS_ABORT = Errhandler._constant("ERRORS_ABORT", _Handling())
-ERRORS_ARE_FATAL = Errhandler._constant("ERRORS_ARE_FATAL", _Handling())
-
-
-class Handling:
-    """Methods of the classes that have error handlers: communicators and windows."""
-
-    __slots__ = ()
-
-    @classmethod
-    def Create_errhandler(cls, errhandler_fn: Callable[..., None]) -> Errhandler:
-        """Return a handler that calls ``errhandler_fn(handle, code)``."""
-        return Errhandler._of(_Handling(errhandler_fn))  # type: ignore[no-any-return]
-
-    def Get_errhandler(self: Any) -> Errhandler:
-        """Return the handler."""
-        return Errhandler._of(self._live.errhandler)  # type: ignore[no-any-return]
-
-    def Set_errhandler(self: Any, errhandler: Errhandler) -> None:
-        """Set the handler."""
-        self._live.errhandler = errhandler._live
-
-    def Call_errhandler(self: Any, errorcode: int) -> None:
-        """Call the handler for an error code."""
-        function = self._live.errhandler.function
-        if function is not None:
-            function(self, errorcode)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar
 
+from .exceptions import MPIError
+
 __all__ = ["Constant", "Handle", "Inner", "Named", "reader"]
 
 _numbers = itertools.count(1)
@@ -48,8 +50,6 @@ class Handle:
 
     null_error: ClassVar[int] = 0
     constants_end: ClassVar[bool] = False
-    # The class of MPI's errors, which derives from nothing here.
-    null_exception: ClassVar[type[BaseException]] = RuntimeError
     # The class that all handles of this kind derive from, its inner objects and its constants.
     _kind: ClassVar[type[Handle]]
     _known: ClassVar[weakref.WeakValueDictionary[int, Inner]]
@@ -117,7 +117,7 @@ class Handle:
     def _live(self) -> Any:
         """The inner object; raises ``MPI.Exception`` for a null handle."""
         if self._inner is None:
-            raise self.null_exception(self.null_error)
+            raise MPIError(self.null_error)
         return self._inner
 
     @property
@@ -159,7 +159,7 @@ class Handle:
     def _free(self) -> None:
         """Clear the handle."""
         if self._live.constant is not None and not self.constants_end:
-            raise self.null_exception(self.null_error)
+            raise MPIError(self.null_error)
         self._inner = None
 
     def free(self) -> None:

@@ -22,6 +22,7 @@ from .exceptions import CLASSES, TRANSLATED, MPIError, translated
 from .groups import UNDEFINED
 from .handles import Inner
 from .layouts import Piece
+from .pickling import loads
 
 __all__ = [
     "ANY_SOURCE", "ANY_TAG", "EMPTY", "General", "Operation", "Status", "answer", "await_posted",
@@ -155,9 +156,12 @@ class Operation(Inner):
     result: Any = None
     error: MPIError | None = None
     fields: _Fields = EMPTY
+    posted: Any = ()
     # The receive that the status describes, and the messages that answer a synchronous send.
     _received: Any = None
     _answers: Any = None
+    _is_object = False
+    _afterwards: tuple[Callable[[], object], ...] = ()
 
     def __init__(
         self, plan: Callable[[Operation], object] | None = None, mail: Any = None, tag: int = 0
@@ -165,8 +169,6 @@ class Operation(Inner):
         self._plan = plan
         self.mail = mail
         self.tag = tag
-        self.posted: list[Any] = []
-        self._afterwards: list[Callable[[], Any]] = []
 
     def start(self) -> Operation:
         """Post the messages; return the operation."""
@@ -174,6 +176,7 @@ class Operation(Inner):
             raise MPIError(CLASSES["ERR_REQUEST"], "Start: the request is active")
         self.done, self.error = False, None
         if self._plan is not None:
+            self.posted = []
             with TRANSLATED:
                 self._plan(self)
         self.active = True
@@ -188,7 +191,7 @@ class Operation(Inner):
 
     def send(self, data: Any, dst: int, asks: bool = False) -> None:
         """Post a send of packed bytes, whose receiver answers if ``asks`` is true."""
-        self.posted.append(self.mail.send(data if len(data) else None, dst, self.tag, asks))
+        self.posted += (self.mail.send(data if len(data) else None, dst, self.tag, asks),)
 
     def receive(self, piece: Piece | None, src: int) -> Any:
         """Post a receive into a piece; without one, ``data`` of the result has what comes."""
@@ -199,17 +202,23 @@ class Operation(Inner):
         if memory is not None and not len(memory):
             memory = bytearray()
         posted = self.mail.receive(memory, src, self.tag)
-        self.posted.append(posted)
+        self.posted += (posted,)
         return posted
 
-    def then(self, function: Callable[[], Any]) -> None:
-        """Call a function once all is done; the last one's result is the operation's."""
-        self._afterwards.append(function)
+    def then(self, function: Callable[[], object]) -> None:
+        """Call a function once all is done."""
+        self._afterwards += (function,)
 
-    def follow(self, received: Any, answers: Any) -> None:
-        """Let the status describe a receive, and answer it if it is of a synchronous send."""
-        self._received, self._answers = received, answers
-        _outstanding[id(self)] = self
+    def follow(self, received: Any, answers: Any, is_object: bool) -> None:
+        """Let the status describe a receive, and answer it if it is of a synchronous send.
+
+        Args:
+            received: the receive.
+            answers: messages that answer synchronous sends.
+            is_object: whether the object of the message is the operation's result.
+        """
+        self._received, self._answers, self._is_object = received, answers, is_object
+        _outstanding.add(self)
 
     # -- what requests call ------------------------------------------------------------------
 
@@ -218,6 +227,7 @@ class Operation(Inner):
         if not self.done:
             for posted in self.posted:
                 if not posted.done:
+                    self._answer()
                     return False
             self._complete()
         return self.done
@@ -225,7 +235,9 @@ class Operation(Inner):
     def wait(self) -> None:
         """Wait for the operation."""
         if not self.advance():
-            if not self.posted or len(_outstanding) > (id(self) in _outstanding):
+            # Meanwhile this rank may have to answer: other receives, or its own beside a send.
+            others = len(_outstanding) - (self in _outstanding)
+            if others or not self.posted or (self._received is not None and len(self.posted) > 1):
                 wait_for([self])
             else:
                 self._complete()
@@ -234,14 +246,16 @@ class Operation(Inner):
         self.done = True
         received = self._received
         if received is not None:
-            _outstanding.pop(id(self), None)
+            _outstanding.discard(self)
         try:
             for posted in self.posted:
                 if not posted.whole:
                     self.mail.wait_all(self.posted)
                     break
+            if self._is_object and received.state != CANCELLED:
+                self.result = loads(received.data)
             for function in self._afterwards:
-                self.result = function()
+                function()
         except MPIError as error:
             self.error = error
         except CollectiveError as error:
@@ -249,21 +263,27 @@ class Operation(Inner):
             self.error.__cause__ = error
         finally:
             # Memory of the program stays no longer than needed.
-            self.posted, self._afterwards = [], []
-        if received is not None:
-            answer(self.mail, self._answers, received)
+            self.posted = self._afterwards = ()
+        self._answer()
+
+    def _answer(self) -> None:
+        """Answer the send of the received message, once, if it is synchronous."""
+        answers = self._answers
+        if answers is not None and self._received.done:
+            self._answers = None
+            if self._received.tag & self.mail.WANTS_ANSWER:
+                answer(self.mail, answers, self._received)
 
     def settle(self, status: Status | None) -> Any:
         """Fill a status of the complete operation; return the received object, or raise."""
-        self.fill(status)
+        if status is not None:
+            self.fill(status)
         if self.error is not None:
             raise self.error
         return self.result
 
-    def fill(self, status: Status | None) -> None:
+    def fill(self, status: Status) -> None:
         """Fill a status of the complete operation."""
-        if status is None:
-            return
         received, (source, tag, code, nbytes, cancelled) = self._received, self.fields
         if received is not None:
             if received.state in (OVER, CANCELLED):
@@ -273,7 +293,7 @@ class Operation(Inner):
         status.put((source, tag, code, nbytes, cancelled))
 
     def retire(self) -> None:
-        """Forget a complete operation."""
+        """Forget an operation whose request is cleared before a call has waited for it."""
 
     def cancel(self) -> None:
         """Withdraw the receive if it has met no message."""
@@ -311,8 +331,13 @@ class General(Operation):
     def advance(self) -> bool:
         return self.done
 
-    def fill(self, status: Status | None) -> None:
-        status = Status() if status is None else status
+    def settle(self, status: Status | None) -> Any:
+        try:
+            return super().settle(Status() if status is None else status)
+        finally:
+            self.retire()
+
+    def fill(self, status: Status) -> None:
         status.put(EMPTY)
         self._call(self._functions[0], status)
 
@@ -323,13 +348,14 @@ class General(Operation):
         self._call(self._functions[2], self.done)
 
 
-def begun(mail: Any, posted: Any, answers: Any = None) -> Operation:
-    """Return the active operation of a posted message; with ``answers``, of a receive."""
-    operation = Operation(None, mail)
-    operation.posted.append(posted)
-    operation.active = True
-    if answers is not None:
-        operation.follow(posted, answers)
+def begun(
+    context: Any, posted: Any, is_receive: bool = False, is_object: bool = False
+) -> Operation:  # fmt: skip
+    """Return the active operation of a posted message of a communicator's context."""
+    operation = Operation(None, context.points)
+    operation.posted, operation.active = (posted,), True
+    if is_receive:
+        operation.follow(posted, context.answers, is_object)
     return operation
 
 
@@ -341,22 +367,21 @@ def idle(source: int = ANY_SOURCE) -> Operation:
 
 
 def answer(mail: Any, answers: Any, received: Any) -> None:
-    """Answer the send of a received message if it is synchronous."""
-    if mail.wants_answer(received):
-        status = mail.status(received)
-        answers.send(None, status.source, status.tag)
+    """Answer the synchronous send of a received message."""
+    status = mail.status(received)
+    answers.send(None, status.source, status.tag)
 
 
 # Receives of messages of the program that are not complete. While this rank waits for something
 # else, it completes them, since another rank may wait for the answer.
-_outstanding: dict[int, Operation] = {}
+_outstanding: set[Operation] = set()
 
 
 def await_posted(mail: Any, *posted: Any) -> None:
     """Wait for messages, and meanwhile complete the receives that the program has begun."""
     if _outstanding:
         operation = Operation(None, mail)
-        operation.posted += posted
+        operation.posted = posted
         wait_for([operation])
         operation.settle(None)
     else:
@@ -375,7 +400,7 @@ def progress(operations: Sequence[Operation]) -> None:
 def wait_for(operations: Sequence[Operation], enough: Callable[[Any], bool] = all) -> None:
     """Wait for all of some operations, or with ``enough=any`` for one."""
     while True:
-        waiting = [each for each in list(_outstanding.values()) if not each.advance()]
+        waiting = [each for each in list(_outstanding) if not each.advance()]
         # The answer to an operation of this rank to itself may have come only now.
         if enough([operation.advance() for operation in operations]):
             return

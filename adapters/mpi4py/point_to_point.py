@@ -8,10 +8,9 @@ from collections.abc import Callable
 from functools import partialmethod
 from typing import Any
 
-import numpy as np
+from numpy import ndarray
 
 from collective import CollectiveError
-from collective.contract.mail import CANCELLED
 
 from .exceptions import CLASSES, TRANSLATED, MPIError, translated
 from .groups import PROC_NULL
@@ -52,6 +51,16 @@ def _tag(tag: int, wild: bool = False) -> int:
 def _fill(status: Status | None, source: int, tag: int, nbytes: int) -> None:
     if status is not None:
         status.put((source, tag, CLASSES["SUCCESS"], nbytes, False))
+
+
+def _of_object(send: Callable[..., Any]) -> Any:
+    """Return the call that sends an object, given that which sends a buffer."""
+
+    def call(self: Any, obj: Any, dest: int, tag: int = 0) -> Any:
+        return send(self, pickle.dumps(obj), dest, tag)
+
+    call.__doc__ = str(send.__doc__).replace("buffer", "object")
+    return call
 
 
 class PointToPoint(Handle):
@@ -105,10 +114,7 @@ class PointToPoint(Handle):
         source, tag = self._peer(source, True), _tag(tag, True)
 
         def plan(operation: Operation) -> None:
-            posted = operation.receive(piece, source)
-            operation.follow(posted, context.answers)
-            if piece is None:
-                operation.then(lambda: None if posted.state == CANCELLED else loads(posted.data))
+            operation.follow(operation.receive(piece, source), context.answers, piece is None)
 
         return Operation(plan, context.points, tag)
 
@@ -170,81 +176,86 @@ class PointToPoint(Handle):
     Sendrecv_replace, Isendrecv_replace, _ = forms(_Sendrecv_replace)
     Psend_init = Precv_init = NO_PARTS
 
-    # -- plain arrays, which the engine takes as they are ------------------------------------
+    # -- plain arrays and objects, which the engine takes as they are ------------------------
 
     def _sent(self, data: Any, dest: Any, tag: Any) -> Any:
-        """Post a send of memory; return None if the general way must read the arguments."""
-        context = self._inner
-        if (
-            context is None
-            or type(dest) is not int
-            or type(tag) is not int
-            or not (0 <= dest < context.size and 0 <= tag <= TAG_UB)
-        ):
-            return None
-        try:
-            return context.points.send(data, dest, tag)
-        except CollectiveError as error:
-            raise translated(error) from error
-        except (BufferError, ValueError):  # the array is not contiguous
-            return None
+        """Post a send of a plain array or of bytes.
 
-    def _received(self, memory: Any, source: Any, tag: Any, waits: bool = True) -> Any:
-        """Post a receive into memory, or (None) of an object; see :meth:`_sent`."""
-        context = self._inner
-        if (
-            context is None
-            or type(source) is not int
-            or type(tag) is not int
-            or not (ANY_SOURCE <= source < context.size and ANY_TAG <= tag <= TAG_UB)
-        ):
-            return None
-        try:
-            return context.points.receive(memory, source, tag, waits)
-        except CollectiveError as error:
-            raise translated(error) from error
-        except (BufferError, ValueError):
-            return None
-
-    def _end(self, received: Any, status: Status | None, *sent: Any) -> Any:
-        """Wait for a posted receive, answer it and fill a status; return the receive.
-
-        Args:
-            received: the receive.
-            status: a status, or None.
-            sent: posted send that must also end.
+        Return None if the general way must read the arguments, or raise their error.
         """
         context = self._inner
+        if (
+            (type(data) is bytes or (type(data) is ndarray and data.dtype in PLAIN))
+            and type(dest) is type(tag) is int
+            and context is not None
+            and 0 <= dest < context.size
+            and 0 <= tag <= TAG_UB
+        ):
+            mail = context.points
+            try:
+                sent = context.post_send(data, mail.places[dest], mail.bits | tag)
+            except CollectiveError as error:
+                raise translated(error) from error
+            except (BufferError, ValueError):  # the array is not contiguous
+                return None
+            return None if sent is NotImplemented else sent
+        return None
+
+    def _received(self, memory: Any, source: Any, tag: Any, waits: bool = True) -> Any:
+        """Post a receive into a plain array, or (None) of an object; see :meth:`_sent`."""
+        context = self._inner
+        if (
+            (memory is None or (type(memory) is ndarray and memory.dtype in PLAIN))
+            and type(source) is type(tag) is int
+            and context is not None
+            and ANY_SOURCE <= source < context.size
+            and ANY_TAG <= tag <= TAG_UB
+        ):
+            mail = context.points
+            bits, mask = mail.bits, mail.ANY
+            if tag >= 0:
+                bits, mask = bits | tag, mail.ONE
+            if source >= 0:
+                source = mail.places[source]
+            try:
+                received = context.post_receive(memory, source, bits, mask, waits)
+            except CollectiveError as error:
+                raise translated(error) from error
+            except (BufferError, ValueError):
+                return None
+            return None if received is NotImplemented else received
+        return None
+
+    def _end(self, received: Any, status: Status | None) -> None:
+        """Wait for a posted receive, answer it and fill a status."""
+        context = self._inner
         mail = context.points
-        if not received.whole or (sent and not sent[0].done):
+        if not received.whole:
             with TRANSLATED:
-                await_posted(mail, received, *sent)
-        answer(mail, context.answers, received)
+                await_posted(mail, received)
+        if received.tag & mail.WANTS_ANSWER:
+            answer(mail, context.answers, received)
         if status is not None:
             _fill(status, *mail.status(received))
-        return received
 
     def _leave(self, sent: Any) -> None:
         """Wait for a posted send."""
-        if not sent.done:
-            with TRANSLATED:
-                await_posted(self._inner.points, sent)
+        with TRANSLATED:
+            await_posted(self._inner.points, sent)
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a buffer."""
-        plain = type(buf) is np.ndarray and buf.dtype in PLAIN
-        sent = self._sent(buf, dest, tag) if plain else None
+        sent = self._sent(buf, dest, tag)
         if sent is None:
             self._Send(buf, dest, tag).run()
-        else:
+        elif not sent.done:
             self._leave(sent)
 
     def Recv(
         self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
     ) -> None:
         """Receive into a buffer."""
-        plain = type(buf) is np.ndarray and buf.dtype in PLAIN
-        received = self._received(buf, source, tag) if plain else None
+        received = None if buf is None else self._received(buf, source, tag)
         if received is None:
             self._Recv(buf, source, tag).run(status)
         else:
@@ -257,8 +268,7 @@ class PointToPoint(Handle):
         """Send one buffer and receive into another."""
         # A wrong receive must be an error before anything is sent.
         plain = (
-            type(sendbuf) is type(recvbuf) is np.ndarray
-            and sendbuf.dtype in PLAIN
+            type(recvbuf) is ndarray
             and recvbuf.dtype in PLAIN
             and recvbuf.flags.carray
             and type(source) is type(recvtag) is int
@@ -269,67 +279,39 @@ class PointToPoint(Handle):
         if sent is None:
             self._Sendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag).run(status)
             return
-        self._end(self._received(recvbuf, source, recvtag), status, sent)
+        received = self._received(recvbuf, source, recvtag)
+        if received is None:  # the communicator has broken since
+            self._Recv(recvbuf, source, recvtag).run(status)
+            return
+        # The receive first, since its sender may wait for the answer before it takes what is sent.
+        try:
+            self._end(received, status)
+        finally:
+            if not sent.done:
+                self._leave(sent)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Send a buffer."""
-        plain = type(buf) is np.ndarray and buf.dtype in PLAIN
-        sent = self._sent(buf, dest, tag) if plain else None
+        sent = self._sent(buf, dest, tag)
         if sent is None:
             return Request._of(self._Send(buf, dest, tag).start())  # type: ignore[no-any-return]
-        return Request._of(begun(self._inner.points, sent))  # type: ignore[no-any-return]
+        return Request._of(begun(self._inner, sent))  # type: ignore[no-any-return]
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Receive into a buffer."""
-        plain = type(buf) is np.ndarray and buf.dtype in PLAIN
-        received = self._received(buf, source, tag, False) if plain else None
+        received = None if buf is None else self._received(buf, source, tag, False)
         if received is None:
             return Request._of(self._Recv(buf, source, tag).start())  # type: ignore[no-any-return]
-        context = self._inner
-        return Request._of(begun(context.points, received, context.answers))  # type: ignore[no-any-return]
+        return Request._of(begun(self._inner, received, True))  # type: ignore[no-any-return]
 
     Rsend, Irsend, Rsend_init = Send, Isend, Send_init
 
     # -- objects -----------------------------------------------------------------------------
 
-    def _send(self, obj: Any, dest: int, tag: int = 0) -> Operation:
-        """Send an object."""
-        return self._sending(lambda: pickle.dumps(obj), dest, tag)
-
-    def _ssend(self, obj: Any, dest: int, tag: int = 0) -> Operation:
-        """Send an object; complete once its receive has begun."""
-        return self._sending(lambda: pickle.dumps(obj), dest, tag, True)
-
-    def _bsend(self, obj: Any, dest: int, tag: int = 0) -> Operation:
-        """Send an object without waiting for its receiver."""
-        return self._buffered(lambda: pickle.dumps(obj), dest, tag)
-
-    def _recv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Operation:
-        """Receive an object. ``buf`` is not used."""
-        return self._receiving(None, source, tag)
-
-    def _sendrecv(
-        self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,
-        source: int = ANY_SOURCE, recvtag: int = ANY_TAG,
-    ) -> Operation:  # fmt: skip
-        """Send one object and receive another."""
-        sending = self._send(sendobj, dest, sendtag)
-        return self._both(sending, self._recv(recvbuf, source, recvtag))
-
-    _, isend, _ = forms(_send)
-    ssend, issend, _ = forms(_ssend)
-    bsend, ibsend, _ = forms(_bsend)
-    _, irecv, _ = forms(_recv)
-    sendrecv, _, _ = forms(_sendrecv)
-
-    def send(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Send an object."""
-        data = pickle.dumps(obj)
-        sent = self._sent(data, dest, tag)
-        if sent is None:
-            self._sending(lambda: data, dest, tag).run()
-        else:
-            self._leave(sent)
+    # An object travels as its pickle, by the calls that send buffers.
+    send, isend = _of_object(Send), _of_object(Isend)
+    ssend, issend = _of_object(Ssend), _of_object(Issend)
+    bsend, ibsend = _of_object(Bsend), _of_object(Ibsend)
 
     def recv(
         self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG,
@@ -340,8 +322,26 @@ class PointToPoint(Handle):
             warnings.warn("recv: the buffer is not used", UserWarning, stacklevel=2)
         received = self._received(None, source, tag)
         if received is None:
-            return self._recv(buf, source, tag).run(status)
-        return loads(self._end(received, status).data)
+            return self._receiving(None, source, tag).run(status)
+        self._end(received, status)
+        return loads(received.data)
+
+    def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
+        """Receive an object. ``buf`` is not used."""
+        received = self._received(None, source, tag, False)
+        if received is None:
+            return Request._of(self._receiving(None, source, tag).start())  # type: ignore[no-any-return]
+        return Request._of(begun(self._inner, received, True, True))  # type: ignore[no-any-return]
+
+    def _sendrecv(
+        self, sendobj: Any, dest: int, sendtag: int = 0, recvbuf: Any = None,
+        source: int = ANY_SOURCE, recvtag: int = ANY_TAG,
+    ) -> Operation:  # fmt: skip
+        """Send one object and receive another. ``recvbuf`` is not used."""
+        sending = self._Send(pickle.dumps(sendobj), dest, sendtag)
+        return self._both(sending, self._receiving(None, source, recvtag))
+
+    sendrecv, _, _ = forms(_sendrecv)
 
     # -- probes ------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partialmethod
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
 from operator import itemgetter
 from typing import Any
 
@@ -25,7 +25,6 @@ from .operations import (
     progress,
     wait_for,
 )
-from .pickling import loads
 
 __all__ = ["NO_PARTS", "Grequest", "Matched", "Message", "Prequest", "Request", "forms"]
 
@@ -39,6 +38,57 @@ def _lengthened(statuses: Any, count: int) -> Sequence[Status]:
     if isinstance(statuses, list):
         statuses += [Status() for _ in range(count - len(statuses))]
     return statuses  # type: ignore[no-any-return]
+
+
+def _complete(
+    requests: Sequence[Request], waits: bool
+) -> tuple[dict[int, Operation], list[int]]:  # fmt: skip
+    """Move requests, or wait for one; return the active ones and the indices of complete ones."""
+    live = {
+        index: request._inner
+        for index, request in enumerate(requests)
+        if request._inner is not None and request._inner.active
+    }
+    if waits and live:
+        wait_for(list(live.values()), any)
+    elif live:
+        progress(list(live.values()))
+    return live, [index for index, operation in live.items() if operation.advance()]
+
+
+def _settle_each(requests: Sequence[Request], statuses: Iterable[Status], keeps: bool) -> list[Any]:
+    """Settle all requests, and then raise the first error, if there is one."""
+    results, errors = [], []
+    for request, status in zip(requests, chain(statuses, repeat(None))):
+        try:
+            results.append(request._settle(status, keeps))
+        except MPIError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _several(
+    call: Any, pick: Callable[[Any], Any], waits: bool = False, keeps: bool = False
+) -> Any:  # fmt: skip
+    """Return a call on several requests.
+
+    Args:
+        call: method that makes it.
+        pick: function of what the method returns; its result is that of the call.
+        waits, keeps: whether it waits, and whether the requests stay.
+    """
+
+    def of_one(cls: Any, requests: Sequence[Request], status: Status | None = None) -> Any:
+        return pick(call(requests, status, waits, keeps))
+
+    def of_each(cls: Any, requests: Sequence[Request], statuses: Any = None) -> Any:
+        return pick(call(requests, statuses, waits, keeps))
+
+    several = of_one if call.__name__ == "_any" else of_each
+    several.__doc__ = call.__doc__
+    return classmethod(several)
 
 
 class Request(Handle, kind=True):
@@ -60,90 +110,49 @@ class Request(Handle, kind=True):
                 status.put(EMPTY)
             return None
         if keeps:
-            return operation.fill(status)
+            return operation.fill(Status() if status is None else status)
         operation.active = False
         if not operation.persistent:
             self._inner = None
-        try:
-            return operation.settle(status)
-        finally:
-            operation.retire()
+        return operation.settle(status)
 
-    @staticmethod
-    def _complete(
-        requests: Sequence[Request], waits: bool, enough: Callable[[Any], bool] = any
-    ) -> tuple[dict[int, Operation], list[int]]:
-        """Move or wait for requests; return the active operations, and indices of complete ones."""
-        live = {
-            index: request._inner
-            for index, request in enumerate(requests)
-            if request._inner is not None and request._inner.active
-        }
-        if waits and enough is all:
-            for operation in live.values():
-                operation.wait()
-        elif waits and live:
-            wait_for(list(live.values()), enough)
-        elif live:
-            progress(list(live.values()))
-        return live, [index for index, operation in live.items() if operation.advance()]
-
-    # Each of the next three methods describes the calls on several requests that are made of it.
-    # These wait, or test, or only fill the statuses, and then the requests stay. Calls in lower
+    # Each of the next three methods makes several of the calls below: those that wait, those that
+    # test, and those that only fill the statuses, after which the requests stay. Calls in lower
     # case return the received objects, too.
 
-    @classmethod
-    def _any(
-        cls, requests: Sequence[Request], status: Status | None = None, *,
-        pick: Callable[[Any], Any], waits: bool = False, keeps: bool = False,
-    ) -> Any:  # fmt: skip
-        """Pick of: the index of a complete request, whether there is one, and its object."""
-        live, complete = cls._complete(requests, waits)
+    @staticmethod
+    def _any(requests: Sequence[Request], status: Any, waits: bool, keeps: bool) -> Any:
+        """Return the index of a complete request, whether there is one, and its object."""
+        live, complete = _complete(requests, waits)
         if not live:
-            return pick((UNDEFINED, True, cls()._settle(status)))
+            return UNDEFINED, True, Request()._settle(status)
         if not complete:
-            return pick((UNDEFINED, False, None))
-        return pick((complete[0], True, requests[complete[0]]._settle(status, keeps)))
-
-    @classmethod
-    def _all(
-        cls, requests: Sequence[Request], statuses: Any = None, *,
-        pick: Callable[[Any], Any], waits: bool = False, keeps: bool = False,
-    ) -> Any:  # fmt: skip
-        """Pick of: whether all requests are complete, and if so their objects."""
-        statuses = _lengthened(statuses, len(requests))
-        live, complete = cls._complete(requests, waits, all)
-        if len(complete) < len(live):
-            return pick((False, None))
-        return pick((True, cls._settle_each(requests, statuses, keeps)))
-
-    @classmethod
-    def _some(
-        cls, requests: Sequence[Request], statuses: Any = None, *,
-        pick: Callable[[Any], Any], waits: bool = False, keeps: bool = False,
-    ) -> Any:  # fmt: skip
-        """Pick of: the indices of the complete requests, and their objects."""
-        live, complete = cls._complete(requests, waits)
-        if not live:
-            return pick((None, None))
-        statuses = _lengthened(statuses, len(complete))
-        chosen = [requests[index] for index in complete]
-        return pick((complete, cls._settle_each(chosen, statuses, keeps)))
+            return UNDEFINED, False, None
+        return complete[0], True, requests[complete[0]]._settle(status, keeps)
 
     @staticmethod
-    def _settle_each(
-        requests: Sequence[Request], statuses: Sequence[Status], keeps: bool
-    ) -> list[Any]:
-        results, errors = [], []
-        for index, request in enumerate(requests):
-            try:
-                status = statuses[index] if index < len(statuses) else None
-                results.append(request._settle(status, keeps))
-            except MPIError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return results
+    def _all(requests: Sequence[Request], statuses: Any, waits: bool, keeps: bool) -> Any:
+        """Return whether all requests are complete, and if so their objects."""
+        statuses = _lengthened(statuses, len(requests))
+        if waits:
+            for request in requests:
+                operation = request._inner
+                if operation is not None and operation.active:
+                    operation.wait()
+        else:
+            live, complete = _complete(requests, False)
+            if len(complete) < len(live):
+                return False, None
+        return True, _settle_each(requests, statuses, keeps)
+
+    @staticmethod
+    def _some(requests: Sequence[Request], statuses: Any, waits: bool, keeps: bool) -> Any:
+        """Return the indices of the complete requests, and their objects."""
+        live, complete = _complete(requests, waits)
+        if not live:
+            return None, None
+        statuses = _lengthened(statuses, len(complete))
+        return complete, _settle_each([requests[index] for index in complete], statuses, keeps)
 
     def wait(self, status: Status | None = None) -> Any:
         """Wait, and return the received object."""
@@ -175,21 +184,21 @@ class Request(Handle, kind=True):
         return bool(self.Get_status_all([self], None if status is None else [status]))
 
     get_status = Get_status
-    waitany = partialmethod(_any, waits=True, pick=itemgetter(0, 2))
-    Waitany = partialmethod(_any, waits=True, pick=itemgetter(0))
-    testany = partialmethod(_any, pick=itemgetter(0, 1, 2))
-    Testany = partialmethod(_any, pick=itemgetter(0, 1))
-    Get_status_any = get_status_any = partialmethod(_any, keeps=True, pick=itemgetter(0, 1))
-    waitall = partialmethod(_all, waits=True, pick=itemgetter(1))
-    Waitall = partialmethod(_all, waits=True, pick=itemgetter(0))
-    testall = partialmethod(_all, pick=itemgetter(0, 1))
-    Testall = partialmethod(_all, pick=itemgetter(0))
-    Get_status_all = get_status_all = partialmethod(_all, keeps=True, pick=itemgetter(0))
-    waitsome = partialmethod(_some, waits=True, pick=itemgetter(0, 1))
-    Waitsome = partialmethod(_some, waits=True, pick=itemgetter(0))
-    testsome = partialmethod(_some, pick=itemgetter(0, 1))
-    Testsome = partialmethod(_some, pick=itemgetter(0))
-    Get_status_some = get_status_some = partialmethod(_some, keeps=True, pick=itemgetter(0))
+    waitany = _several(_any, itemgetter(0, 2), waits=True)
+    Waitany = _several(_any, itemgetter(0), waits=True)
+    testany = _several(_any, itemgetter(0, 1, 2))
+    Testany = _several(_any, itemgetter(0, 1))
+    Get_status_any = get_status_any = _several(_any, itemgetter(0, 1), keeps=True)
+    waitall = _several(_all, itemgetter(1), waits=True)
+    Waitall = _several(_all, itemgetter(0), waits=True)
+    testall = _several(_all, itemgetter(0, 1))
+    Testall = _several(_all, itemgetter(0))
+    Get_status_all = get_status_all = _several(_all, itemgetter(0), keeps=True)
+    waitsome = _several(_some, itemgetter(0, 1), waits=True)
+    Waitsome = _several(_some, itemgetter(0), waits=True)
+    testsome = _several(_some, itemgetter(0, 1))
+    Testsome = _several(_some, itemgetter(0))
+    Get_status_some = get_status_some = _several(_some, itemgetter(0), keeps=True)
 
     def Cancel(self) -> None:
         """Withdraw a receive that has met no message. Sends go on."""
@@ -307,8 +316,9 @@ class Message(Handle, kind=True):
             piece = None if is_object else simple(buf, True)
 
             def plan(operation: Operation) -> None:
-                operation.follow(matched.posted, matched.context.answers)
-                operation.then(lambda: _taken(matched, piece))
+                operation.follow(matched.posted, matched.context.answers, is_object)
+                if piece is not None:
+                    operation.then(lambda: _copy(matched, piece))
 
             operation = Operation(plan, matched.context.points)
         operation.start().advance()
@@ -331,15 +341,12 @@ class Message(Handle, kind=True):
         return self._receive(None, True).wait(status)
 
 
-def _taken(matched: Matched, piece: Piece | None) -> Any:
-    """Return the object of a message, or copy the message into a piece."""
-    if piece is None:
-        return loads(matched.posted.data)
+def _copy(matched: Matched, piece: Piece) -> None:
+    """Copy a message into a piece."""
     memory: Any = bytearray(piece.nbytes) if piece.direct is None else piece.direct
     matched.context.points.read(matched.posted, memory)
     if piece.direct is None:
         piece.unpack(memory[: matched.posted.nbytes])
-    return None
 
 
 REQUEST_NULL = Request._constant("REQUEST_NULL")

@@ -1,4 +1,4 @@
-"""``MPI.Win``: memory that the ranks of one host share. All other windows are refused."""
+"""``MPI.Win``: memory that ranks of one host share; other windows, files and sessions refuse."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import numpy as np
 from collective.backends.shm.fence import fence
 
 from .communicators import world
-from .exceptions import CLASSES, TRANSLATED, MPIError, refuse
+from .exceptions import CLASSES, TRANSLATED, MPIError, refuse, refuse_all
 from .groups import PROC_NULL, Group
 from .handles import Handle, Inner
 from .info import INFO_NULL, Info
 from .memory import Bytes, buffer
-from .refusals import refuse_all
 
-__all__ = ["WIN_NULL", "Win"]
+__all__ = ["WIN_NULL", "File", "Session", "Win"]
 
 _LOCK_EXCLUSIVE = 1
 
@@ -152,6 +151,20 @@ def _shared(context: Any, nbytes: int) -> Bytes:
     return mapped  # type: ignore[no-any-return]
 
 
+class File(Handle, kind=True):
+    """File that ranks share, refused."""
+
+    __slots__ = ()
+    null_error = CLASSES["ERR_FILE"]
+
+
+class Session(Handle, kind=True):
+    """Session, refused."""
+
+    __slots__ = ()
+    null_error = CLASSES["ERR_SESSION"]
+
+
 refuse_all(
     Win,
     "Create Allocate Create_dynamic Create_keyval Free_keyval Create_errhandler Put Get Accumulate "
@@ -160,4 +173,17 @@ refuse_all(
     "its engine has no one-sided access",
     "Use messages, or collectives; for memory that the ranks of a host share, Allocate_shared.",
 )
-WIN_NULL = Win._constant("WIN_NULL")
+refuse_all(
+    File,
+    "Open Delete Create_errhandler",
+    "it has no files that ranks share",
+    "Use one file for each rank, numpy.memmap of one file, or h5py without MPI on rank 0.",
+)
+refuse_all(
+    Session,
+    "Init Create_errhandler",
+    "it has one world, which is there from the import on",
+    "Use COMM_WORLD.",
+)
+WIN_NULL, FILE_NULL = Win._constant("WIN_NULL"), File._constant("FILE_NULL")
+SESSION_NULL = Session._constant("SESSION_NULL")

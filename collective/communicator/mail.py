@@ -30,9 +30,6 @@ __all__ = ["Mail"]
 # answer, then 31 bits for the tag of the caller. All other messages of a communicator have smaller
 # or negative tags.
 _MAIL_BIT, _CONTEXT_SHIFT, _CONTEXTS, _TAGS = 1 << 62, 32, 1 << 30, 1 << 31
-_WANTS_ANSWER = 1 << 31
-# Masks of a receive for any tag of a context, and for one tag.
-_ANY, _ONE = ~(_WANTS_ANSWER | _TAGS - 1), ~_WANTS_ANSWER
 
 
 class Mail:
@@ -43,21 +40,29 @@ class Mail:
 
     Attributes:
         rank, size: this rank, and the number of ranks.
+        engine: the transport's engine. An adapter that has checked all arguments itself may post by
+            it, and must handle ``NotImplemented``.
+        bits: what the engine's tags of this context have beside a tag.
+        places: the engine's rank of each rank.
     """
+
+    #: Bit of the engine's tag of a message whose sender waits for an answer.
+    WANTS_ANSWER = 1 << 31
+    #: Masks of a receive of the engine for any tag of a context, and for one tag.
+    ANY, ONE = ~(WANTS_ANSWER | _TAGS - 1), ~WANTS_ANSWER
 
     def __init__(
         self, path: Path, engine: Engine, context: int = 0, ranks: Sequence[int] | None = None
     ) -> None:
         self._path = path
-        self._engine = engine
-        self._context = context
+        self.engine = engine
         if ranks is not None and list(ranks) == list(range(path.size)):
             ranks = None
         self._ranks = ranks
-        self._bits = _MAIL_BIT | context << _CONTEXT_SHIFT
+        self.places = tuple(range(path.size) if ranks is None else ranks)
+        self.bits = _MAIL_BIT | context << _CONTEXT_SHIFT
         self._send, self._receive = engine.send, engine.receive
-        self.size = path.size if ranks is None else len(ranks)
-        self.rank = path.rank if ranks is None else ranks.index(path.rank)
+        self.size, self.rank = len(self.places), self.places.index(path.rank)
 
     def context(self, number: int, ranks: Sequence[int] | None = None) -> Mail:
         """Return the messages of another context. No rank waits, and nothing needs to be closed.
@@ -68,10 +73,8 @@ class Mail:
         """
         if not 0 < number < _CONTEXTS:
             raise InvalidArgumentError(f"context: {number}; expected 1 to {_CONTEXTS - 1}.")
-        members = self._ranks
-        if ranks is not None:
-            members = [rank if members is None else members[rank] for rank in ranks]
-        return Mail(self._path, self._engine, number, members)
+        members = self._ranks if ranks is None else [self.places[rank] for rank in ranks]
+        return Mail(self._path, self.engine, number, members)
 
     # -- posting ------------------------------------------------------------------------
 
@@ -82,14 +85,14 @@ class Mail:
             data: contiguous buffer, or None for an empty message. It must not change until the
                 send has ended.
             dst, tag: rank that receives it, and an integer from 0 to 2**31 - 1.
-            answer: what :meth:`wants_answer` tells its receiver.
+            answer: whether the receiver's tag has the bit :attr:`WANTS_ANSWER`.
         """
         if not 0 <= tag < _TAGS:
             self._refuse_tag(tag)
         to = dst if self._ranks is None else self._ranks[dst]
         if answer:
-            tag |= _WANTS_ANSWER
-        posted = self._send(data, to, self._bits | tag)
+            tag |= self.WANTS_ANSWER
+        posted = self._send(data, to, self.bits | tag)
         return self._refuse("send", tag) if posted is NotImplemented else posted
 
     def receive(self, memory: Any, src: int, tag: int, wait: bool = False) -> Posted:
@@ -105,35 +108,30 @@ class Mail:
         posted = self._receive(memory, *self._wanted(src, tag), wait)
         return self._refuse("recv", tag) if posted is NotImplemented else posted
 
-    @staticmethod
-    def wants_answer(posted: Posted) -> bool:
-        """Return whether the sender of a received message waits for an answer to it."""
-        return posted.tag & _WANTS_ANSWER != 0
-
     def _wanted(self, src: int, tag: int) -> tuple[int, int, int]:
         """Return source, tag and mask for the engine."""
         if self._ranks is not None and src != ANY_SOURCE:
             src = self._ranks[src]
         if tag == ANY_TAG:
-            return src, self._bits, _ANY
+            return src, self.bits, self.ANY
         if not 0 <= tag < _TAGS:
             self._refuse_tag(tag)
-        return src, self._bits | tag, _ONE
+        return src, self.bits | tag, self.ONE
 
     def cancel(self, posted: Posted) -> bool:
         """Withdraw a receive; return False if it has a message already, or is a send."""
-        return self._engine.cancel(posted)
+        return self.engine.cancel(posted)
 
     # -- the end of an operation ----------------------------------------------------------
 
     def progress(self) -> None:
         """Do all that is possible for all posted operations, without waiting."""
-        self._engine.progress()
+        self.engine.progress()
 
     def test(self, posted: Posted) -> bool:
         """Make progress, and return whether an operation has ended."""
         if not posted.done:
-            self._engine.progress()
+            self.engine.progress()
         return posted.done
 
     def wait(self, posted: Posted, timeout: float | None = None) -> Posted:
@@ -169,7 +167,7 @@ class Mail:
         """Raise the error of an operation that has ended; return the operation if it has none."""
         if posted.state == FAILED:
             try:
-                self._engine.explain(posted)
+                self.engine.explain(posted)
             except BaseException as error:
                 self._path.note_failure(error)
                 raise
@@ -186,7 +184,7 @@ class Mail:
 
     def _wait(self, items: Sequence[Posted], any_of: bool, timeout: float | None) -> None:
         try:
-            self._engine.wait(items, any_of, self._limit(timeout))
+            self.engine.wait(items, any_of, self._limit(timeout))
         except BaseException as error:
             self._path.note_failure(error)
             raise
@@ -199,12 +197,12 @@ class Mail:
 
     def iprobe(self, src: int, tag: int) -> Status | None:
         """Return the status of a message that a receive would get now, or None."""
-        found = self._engine.find(*self._wanted(src, tag), False)
+        found = self.engine.find(*self._wanted(src, tag), False)
         return None if found is None else self.status(found)
 
     def imatch(self, src: int, tag: int) -> Posted | None:
         """Take a message that a receive would get now, or return None; see :meth:`read`."""
-        return self._engine.find(*self._wanted(src, tag), True)
+        return self.engine.find(*self._wanted(src, tag), True)
 
     def probe(self, src: int, tag: int, timeout: float | None = None) -> Status:
         """Wait for a message, and return its status; a receive gets it later."""
@@ -220,14 +218,14 @@ class Mail:
 
         def look() -> bool:
             # A wait may ask again after it has heard yes, and a message is taken only once.
-            message = None if found else self._engine.find(*wanted, take)
+            message = None if found else self.engine.find(*wanted, take)
             if message is not None:
                 found.append(message)
             return bool(found)
 
         if not look():
             try:
-                self._engine.wait_until(look, *wanted[:2], self._limit(timeout))
+                self.engine.wait_until(look, *wanted[:2], self._limit(timeout))
             except BaseException as error:
                 self._path.note_failure(error)
                 raise
@@ -249,7 +247,7 @@ class Mail:
 
     def _refuse(self, what: str, tag: int) -> Any:
         call = MessageCall(what, tag, None, None)
-        self._engine.refuse(call)
+        self.engine.refuse(call)
         raise UnsupportedError(f"{call}: the transport takes no messages {self._path.who}.")
 
     def _refuse_tag(self, tag: int) -> None:

@@ -32,3 +32,14 @@ def test_matched_probe_takes_one_message_however_often_the_wait_asks() -> None:
     engine: Any = _Engine()
     assert Mail(path, engine).match(1, 7).tag == 7
     assert not engine.messages
+
+
+def test_places_and_bits_are_what_the_engine_gets() -> None:
+    calls: list[Any] = []
+    path: Any = SimpleNamespace(size=4, rank=2, timeout=1.0, who="[rank 2 of 4]")
+    engine: Any = SimpleNamespace(send=lambda *call: calls.append(call), receive=None)
+    mail = Mail(path, engine, 5, [3, 2])
+    mail.send(b"x", 0, 7)
+    mail.send(b"y", 1, 7, answer=True)
+    bits = mail.bits | 7
+    assert calls == [(b"x", mail.places[0], bits), (b"y", mail.places[1], bits | mail.WANTS_ANSWER)]

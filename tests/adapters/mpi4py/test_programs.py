@@ -142,6 +142,25 @@ print(request.wait())
     assert sorted(_ranks(launches, body).splitlines()) == ["[0] 1", "[1] 0"]
 
 
+@pytest.mark.parametrize(
+    "call", ["Sendrecv(x, 1, 0, y)", "Sendrecv([x, 'd'], 1, 0, y)", "Isendrecv(x, 1, 0, y).Wait()"]
+)
+def test_sendrecv_answers_a_synchronous_send_before_its_own_send_is_taken(
+    launches: Launches, call: str
+) -> None:
+    body = f"""
+import numpy as np
+x, y = np.zeros(2**20), np.zeros(1)
+if comm.rank == 0:
+    comm.{call}
+    print(y)
+else:
+    comm.Ssend(np.ones(1), 0)
+    comm.Recv(x, 0)
+"""
+    assert _ranks(launches, body, "--backend", "tcp") == "[0] [1.]\n"
+
+
 def test_count_beyond_the_buffer_is_an_error_and_no_overrun() -> None:
     code = """
 from collective.adapters import mpi4py; mpi4py.enable()

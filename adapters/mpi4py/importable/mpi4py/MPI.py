@@ -22,7 +22,6 @@ from collective.adapters.mpi4py import (
     operations,
     operators,
     pickling,
-    refusals,
     requests,
     topologies,
     windows,
@@ -36,7 +35,8 @@ if TYPE_CHECKING:
 COMM_WORLD, COMM_SELF = communicators.begin()
 
 _OF_MODULES = {
-    attributes: "KEYVAL_INVALID",
+    attributes: "KEYVAL_INVALID Errhandler ERRHANDLER_NULL ERRORS_RETURN ERRORS_ABORT "
+    "ERRORS_ARE_FATAL",
     communicators: "Comm Intercomm Intracomm COMM_NULL COMM_TYPE_SHARED COMM_TYPE_HW_GUIDED "
     "COMM_TYPE_HW_UNGUIDED COMM_TYPE_RESOURCE_GUIDED ROOT",
     datatypes: "Datatype DATATYPE_NULL ORDER_C ORDER_FORTRAN TYPECLASS_LOGICAL TYPECLASS_INTEGER "
@@ -49,11 +49,9 @@ _OF_MODULES = {
     "Get_library_version Get_abi_version Get_abi_info Get_abi_fortran_info get_vendor "
     "Get_processor_name Get_hw_resource_info Wtime Wtick Pcontrol Alloc_mem Free_mem Get_address "
     "Aint_add Aint_diff Open_port "
-    "Close_port Publish_name Unpublish_name Lookup_name Register_datarep _set_abort_status "
-    "_comm_lock _comm_lock_table _commctx_intra _commctx_inter _typecode _typealign "
-    "_datatype_create _datatype_decode _sizeof _addressof _handleof",
-    exceptions: "Errhandler ERRHANDLER_NULL ERRORS_RETURN ERRORS_ABORT ERRORS_ARE_FATAL "
-    "Get_error_class Get_error_string Add_error_class Add_error_code Add_error_string "
+    "Close_port Publish_name Unpublish_name Lookup_name Register_datarep _typealign "
+    "_sizeof _addressof _handleof",
+    exceptions: "Get_error_class Get_error_string Add_error_class Add_error_code Add_error_string "
     "Remove_error_class Remove_error_code Remove_error_string",
     groups: "Group GROUP_NULL GROUP_EMPTY UNDEFINED PROC_NULL IDENT CONGRUENT SIMILAR UNEQUAL",
     handles: "BOTTOM IN_PLACE BUFFER_AUTOMATIC BottomType InPlaceType BufferAutomaticType",
@@ -61,12 +59,11 @@ _OF_MODULES = {
     memory: "buffer",
     operators: "Op OP_NULL",
     pickling: "Pickle pickle",
-    refusals: "File FILE_NULL Session SESSION_NULL",
     operations: "Status ANY_SOURCE ANY_TAG",
     requests: "Request REQUEST_NULL Prequest Grequest Message MESSAGE_NULL MESSAGE_NO_PROC",
     topologies: "Topocomm Cartcomm Graphcomm Distgraphcomm Compute_dims CART GRAPH DIST_GRAPH "
     "UNWEIGHTED WEIGHTS_EMPTY",
-    windows: "Win WIN_NULL",
+    windows: "Win WIN_NULL File FILE_NULL Session SESSION_NULL",
 }
 for _module, _names in _OF_MODULES.items():
     for _name in _names.split():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 from .MPI import BottomType, Datatype, InPlaceType
@@ -35,6 +34,7 @@ class SupportsCAI(Protocol):
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
 
 
+# Type checkers read mpi4py's own stubs. While a program runs, these only have to exist.
 Buffer: TypeAlias = SupportsBuffer | SupportsDLPack | SupportsCAI
 Bottom: TypeAlias = BottomType | None
 InPlace: TypeAlias = InPlaceType | None
@@ -43,31 +43,6 @@ Count: TypeAlias = SupportsIndex
 Displ: TypeAlias = SupportsIndex
 Offset: TypeAlias = SupportsIndex
 TypeSpec: TypeAlias = Datatype | str
-# A buffer alone, or a tuple of it with counts, displacements and types; or a list of these.
-BufSpecB: TypeAlias = (
-    Buffer | tuple[Buffer, Count | TypeSpec] | tuple[Buffer, Count, TypeSpec] | list[Any]
-)
-BufSpec: TypeAlias = BufSpecB | tuple[Bottom, Count, Datatype]
-_Counts: TypeAlias = Sequence[Count]
-_Both: TypeAlias = tuple[_Counts, Sequence[Displ]]
-BufSpecV: TypeAlias = (
-    Buffer
-    | tuple[Buffer, _Counts | _Both | TypeSpec]
-    | tuple[Buffer | Bottom, _Counts | _Both, TypeSpec]
-    | tuple[Buffer | Bottom, _Counts, Sequence[Displ], TypeSpec]
-    | list[Any]
-)
-BufSpecW: TypeAlias = (
-    tuple[Buffer, Sequence[Datatype]]
-    | tuple[Buffer | Bottom, _Both, Sequence[Datatype]]
-    | tuple[Buffer | Bottom, _Counts, Sequence[Displ], Sequence[Datatype]]
-    | list[Any]
-)
-TargetSpec: TypeAlias = (
-    Displ
-    | tuple[()]
-    | tuple[Displ]
-    | tuple[Displ, Count]
-    | tuple[Displ, Count, TypeSpec]
-    | list[Any]
-)
+# A buffer alone, or a tuple or list of it with counts, displacements and types.
+BufSpec = BufSpecB = BufSpecV = BufSpecW = Buffer | tuple[Any, ...] | list[Any]
+TargetSpec: TypeAlias = Displ | tuple[Any, ...] | list[Any]

@@ -7,42 +7,5 @@ ranks run. An executor of any other program has processes of its own, on this ho
 
 from __future__ import annotations
 
-from .pool import (
-    ALL_COMPLETED,
-    FIRST_COMPLETED,
-    FIRST_EXCEPTION,
-    BrokenExecutor,
-    CancelledError,
-    Executor,
-    Future,
-    InvalidStateError,
-    MPICommExecutor,
-    MPIPoolExecutor,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    TimeoutError,  # noqa: A004
-    as_completed,
-    compose,
-    get_comm_workers,
-    wait,
-)
-
-__all__ = [
-    "ALL_COMPLETED",
-    "FIRST_COMPLETED",
-    "FIRST_EXCEPTION",
-    "BrokenExecutor",
-    "CancelledError",
-    "Executor",
-    "Future",
-    "InvalidStateError",
-    "MPICommExecutor",
-    "MPIPoolExecutor",
-    "ProcessPoolExecutor",
-    "ThreadPoolExecutor",
-    "TimeoutError",
-    "as_completed",
-    "compose",
-    "get_comm_workers",
-    "wait",
-]
+from .pool import *  # noqa: F403
+from .pool import __all__ as __all__

@@ -26,6 +26,7 @@ from concurrent.futures import (
     wait,
 )
 from concurrent.futures import ProcessPoolExecutor as _Processes
+from functools import partial
 from typing import Any
 
 from .. import MPI
@@ -60,9 +61,17 @@ class _Workers:
         self._thread = threading.Thread(target=self._dispatch, daemon=True)
         self._thread.start()
 
-    def submit(self, future: Future[Any], task: Any) -> None:
-        """Run a task on some rank."""
-        self._waiting.append((future, task))
+    def submit(self, key: int, first: Any, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Return the future of a call on some rank, for the executor with a key.
+
+        Args:
+            key: number of the executor.
+            first: what each rank calls before its first call for the executor, or None.
+            fn, args, kwargs: the call.
+        """
+        future: Future[Any] = Future()
+        self._waiting.append((future, (key, first, fn, args, kwargs)))
+        return future
 
     def close(self) -> None:
         """Wait for all tasks, and let the other ranks go on."""
@@ -161,19 +170,20 @@ class MPIPoolExecutor(Executor):
             raise ValueError("max_workers must be greater than 0")
         if initializer is not None and not callable(initializer):
             raise TypeError("initializer must be a callable")
-        self._workers = _workers or _Shared.workers
-        self._first = None if initializer is None else (initializer, tuple(initargs))
-        self._key = next(self._keys)
+        initargs, workers = tuple(initargs), _workers or _Shared.workers
+        self._processes: _Processes | None = None
+        self._start: Callable[..., Future[Any]]
+        if workers is not None:
+            first = None if initializer is None else (initializer, initargs)
+            self._start = partial(workers.submit, next(self._keys), first)
+            self._size = workers.size
+        else:
+            self._size = max_workers or int(os.environ.get("MPI4PY_FUTURES_MAX_WORKERS") or 1)
+            context = multiprocessing.get_context("spawn")
+            self._processes = _Processes(self._size, context, initializer, initargs)
+            self._start = self._processes.submit
         self._open = True
         self._futures: set[Future[Any]] = set()
-        self._processes: _Processes | None = None
-        if self._workers is None:
-            size = max_workers or int(os.environ.get("MPI4PY_FUTURES_MAX_WORKERS") or 1)
-            context = multiprocessing.get_context("spawn")
-            self._processes = _Processes(size, context, initializer, tuple(initargs))
-            self._size = size
-        else:
-            self._size = self._workers.size
 
     @property
     def num_workers(self) -> int:
@@ -182,23 +192,17 @@ class MPIPoolExecutor(Executor):
 
     def bootup(self, wait: bool = True) -> MPIPoolExecutor:
         """Return the executor: its workers are there."""
-        self._need_open("bootup")
-        return self
-
-    def _need_open(self, what: str) -> None:
         if not self._open:
-            raise RuntimeError(f"cannot {what} after shutdown")
+            raise RuntimeError("cannot bootup after shutdown")
+        return self
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Return the future of a call."""
-        self._need_open("submit")
-        if self._processes is not None:
-            return self._processes.submit(fn, *args, **kwargs)
-        assert self._workers is not None
-        future: Future[Any] = Future()
+        if not self._open:
+            raise RuntimeError("cannot submit after shutdown")
+        future = self._start(fn, *args, **kwargs)
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
-        self._workers.submit(future, (self._key, self._first, fn, args, kwargs))
         return future
 
     def map(
@@ -227,8 +231,7 @@ class MPIPoolExecutor(Executor):
         """Take no more calls, and wait for those that there are."""
         self._open = False
         if self._processes is not None:
-            self._processes.shutdown(wait, cancel_futures=cancel_futures)
-            return
+            return self._processes.shutdown(wait, cancel_futures=cancel_futures)
         futures = list(self._futures)
         for future in futures if cancel_futures else ():
             future.cancel()
