@@ -77,7 +77,7 @@ class Compiled:
         shared = native.shared(
             control.segment.map, control.rank, control.size, 8 * LINE,
             control.layout.calls[control.rank], control.layout.areas, control.layout.area_bytes,
-            _LEAST_LONG, looks, _ControlCallbacks(control),
+            _LEAST_LONG, looks, _ControlCallbacks(control), _pids(control, single_copy),
         )  # fmt: skip
         assert shared is not None  # the transport creates this object only if all have the core
         # Keep the core: this rank may switch it off later, but all ranks must go on alike.
@@ -153,6 +153,11 @@ def _apart(
     return value
 
 
+def _pids(control: Control, single_copy: bool) -> list[int] | None:
+    """Return the processes whose memory this rank may read, by rank."""
+    return [control.pid(rank) for rank in range(control.size)] if single_copy else None
+
+
 class _ControlCallbacks:
     """Methods that C calls after it has polled in vain for a moment, or after a call has failed."""
 
@@ -225,7 +230,7 @@ def make_exchange(control: Control, single_copy: bool) -> native.Exchange:
     exchange = native.messages(
         control.segment.map, control.rank, control.size, layout.rings, layout.ring_bytes,
         _RING_LOOKS, single_copy, _MessageCallbacks(control), 8 * LINE,
-        [control.pid(rank) for rank in range(control.size)] if single_copy else None,
+        _pids(control, single_copy),
     )  # fmt: skip
     assert exchange is not None  # the transport calls this only if all ranks have the core
     return exchange
