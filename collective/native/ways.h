@@ -1,10 +1,10 @@
-/* One copy by the kernel, or two through shared memory: measures both, and chooses the one that costs less. */
+/* One copy by the kernel, or two through shared memory: a choice by what both have cost. */
 #ifndef COLLECTIVE_WAYS_H
 #define COLLECTIVE_WAYS_H
 
-/* What a rank has measured with messages, or with calls, of similar lengths. */
+/* What a rank has measured with messages of similar lengths, or with moves. */
 struct ways {
-    double cost[2];   /* of a byte or of a call: through shared memory, and fetched; 0: not known yet */
+    double cost[2];   /* ns per byte, or per move: through shared memory, and fetched; 0: not known */
     int better;       /* whether fetching costs less */
     int left, pause;  /* messages until the other way is tried, or minus those that have tried it;
                          messages between two trials */
