@@ -39,10 +39,9 @@ _LOOKS, _LOOKS_CROWDED = 200, 4
 # time of each message. Ranks may share a core even if other cores are free. 4 B with both ranks on
 # one core take 15 µs with 1000 polls, and 3 µs with 100.
 _RING_LOOKS = 100
-# These limits apply to calls on ordinary memory, if the kernel can read a peer's memory. Longer
-# calls are not staged if ranks wait for a core, or if each rank has its own part to copy meanwhile.
-# The kernel copies once instead of twice, but its copies are slower (docs/measurements/native.md).
-_MOVED_BYTES, _FOLDED_BYTES = 4 << 20, 8 << 20
+# Longer folds on ordinary memory are not staged if ranks wait for a core and the kernel can read a
+# peer's memory: it copies the inputs once instead of twice (docs/measurements/native.md).
+_FOLDED_BYTES = 8 << 20
 # A call is long if the longest input of any rank has at least this many bytes. For shorter calls a
 # copy through an area costs less than a second wait (benchmarks/native.py).
 _LEAST_LONG = 24 << 10
@@ -67,12 +66,9 @@ class Compiled:
         control, heap: those of this rank.
         crowded: whether some rank sees more ranks than cores.
         single_copy: whether all ranks can read each other's memory through the kernel.
-        cached: bytes of a call's arrays that the last cache holds.
     """
 
-    def __init__(
-        self, control: Control, heap: Heap, crowded: bool, single_copy: bool, cached: int
-    ) -> None:
+    def __init__(self, control: Control, heap: Heap, crowded: bool, single_copy: bool) -> None:
         looks = _LOOKS_CROWDED if crowded else _LOOKS
         shared = native.shared(
             control.segment.map, control.rank, control.size, 8 * LINE,
@@ -84,7 +80,7 @@ class Compiled:
         self._core: Any = native.chosen.extension
         self._rank, self._size = control.rank, control.size
         self._shared = shared
-        self._crowded, self._single_copy, self._cached = crowded, single_copy, cached
+        self._reads_folds = crowded and single_copy
         heap.tell(shared.know)
 
     def plan(self, request: Request) -> Plan | None:
@@ -101,7 +97,7 @@ class Compiled:
         nbytes = request.nbytes
         if elements is not None:
             nbytes = max(nbytes, sum(elements) * (_WIDEST if dtype is None else dtype.itemsize))
-        if not self._stages(operation, nbytes):
+        if self._reads_folds and operation in _REDUCTIONS and nbytes > _FOLDED_BYTES:
             return None
         fold, mean, scale, code = None, False, None, 0
         if operation in _REDUCTIONS:
@@ -122,18 +118,6 @@ class Compiled:
             # C does this to the result of a fold. Rank 0 has a single value and no fold.
             finish = arithmetic.post(request.op, dtype, 1)
         return arithmetic.around(plan, scale, finish)
-
-    def _stages(self, operation: str, nbytes: int) -> bool:
-        if not self._single_copy:
-            return True
-        if self._crowded:
-            return nbytes <= (_FOLDED_BYTES if operation in _REDUCTIONS else _MOVED_BYTES)
-        # The arrays of all ranks together are as long as this many of the longest array.
-        arrays = {"scatter": 2, "all_gather": 1 + self._size, "all_to_all": 2 * self._size}
-        if operation not in arrays or nbytes <= _MOVED_BYTES:
-            return True
-        # A single copy leaves more room in the caches, as long as they hold parts of the arrays.
-        return nbytes * arrays[operation] >= self._cached
 
 
 def _apart(

@@ -571,7 +571,7 @@ class Pair:
             time.sleep(0)
 
     def broadcasts(self, calls: int) -> list[int]:
-        """Make broadcasts of rank 0; return what rank 0 has announced about fetching each of them."""
+        """Make broadcasts of rank 0; return for each whether rank 0 had it fetched."""
         fetched: list[int] = []
 
         def make(rank: int) -> None:
