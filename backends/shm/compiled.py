@@ -80,7 +80,7 @@ class Compiled:
         self._core: Any = native.chosen.extension
         self._rank, self._size = control.rank, control.size
         self._shared = shared
-        self._reads_folds = crowded and single_copy
+        self._crowded, self._single_copy = crowded, single_copy
         heap.tell(shared.know)
 
     def plan(self, request: Request) -> Plan | None:
@@ -97,7 +97,8 @@ class Compiled:
         nbytes = request.nbytes
         if elements is not None:
             nbytes = max(nbytes, sum(elements) * (_WIDEST if dtype is None else dtype.itemsize))
-        if self._reads_folds and operation in _REDUCTIONS and nbytes > _FOLDED_BYTES:
+        reads = self._crowded and self._single_copy and operation in _REDUCTIONS
+        if reads and nbytes > _FOLDED_BYTES:
             return None
         fold, mean, scale, code = None, False, None, 0
         if operation in _REDUCTIONS:
