@@ -44,7 +44,7 @@ __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange"
            "see_tensors", "shared", "status", "sums", "switch", "turn"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
-PROTOCOL = 28
+PROTOCOL = 29
 
 #: Bytes of a head, and bytes of it that can hold the elements of a short array.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
@@ -439,6 +439,7 @@ def shared(
     least_long: int,
     looks: int,
     callbacks: Callbacks,
+    pids: Sequence[int] | None = None,
 ) -> Shared | None:
     """Return the shared memory of the ranks of one host, for collectives in C.
 
@@ -459,6 +460,8 @@ def shared(
         least_long: bytes from which on a call is long, at most a quarter of an area.
         looks: number of polls of a word before a wait begins.
         callbacks: the callbacks into Python.
+        pids: process of each rank, if all ranks can read each other's memory through the kernel;
+            otherwise None.
 
     Returns:
         None if C is not in use.
@@ -466,7 +469,7 @@ def shared(
     if chosen.extension is None:
         return None
     memory: Shared = chosen.extension.Shared(
-        segment, rank, size, lines, calls, areas, area_bytes, least_long, looks, callbacks
+        segment, rank, size, lines, calls, areas, area_bytes, least_long, looks, callbacks, pids
     )
     return memory
 

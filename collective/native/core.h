@@ -4,6 +4,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 /* Words of 64 bits are shared between ranks, and hold addresses and lengths. On another platform the
    core cannot be built, and the package does without it. */
@@ -14,7 +15,7 @@ _Static_assert(__atomic_always_lock_free(8, 0) && __atomic_always_lock_free(4, 0
 
 /* Version of the interface between C and __init__.py, and of the protocol between ranks whose cores
    were built at different times. It grows with each change that makes two versions incompatible. */
-#define PROTOCOL 28
+#define PROTOCOL 29
 
 /* The codes of element types, as in collective/memory/dtypes.py. Codes travel between ranks, so
    they never change. The 8-bit floats come behind these; no rank folds them on the host. */
@@ -47,6 +48,14 @@ fold_function *find_fold(int level, enum op op, enum dtype dtype);
 divide_function *find_divide(int level, enum dtype dtype);
 
 extern const size_t item_bytes[DTYPES];
+
+/* The clock of time.monotonic(), in nanoseconds. */
+static inline int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
 
 /* Pauses for an instant between two polls of another rank's word. The hardware thread on the same
    core can run meanwhile, and the cache line can stay with the rank that writes it. */
