@@ -61,7 +61,8 @@ class GroupCalls:
     """
 
     comm: Communicator = None  # type: ignore[assignment]  # before a property of torch's class
-    # Capabilities that torch reads from its transports.
+    # Capabilities that torch reads. In a class in Python, torch's own properties of a backend call
+    # themselves without end.
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
