@@ -68,10 +68,6 @@ class FutureCall(Work[Any]):
             self._tell()
         return self._future
 
-    def run(self, function: Callable[[], Any]) -> None:
-        """Make the call in this thread, in the way that a lane makes it in the lane's thread."""
-        self._run(function)
-
     def _end(self) -> None:
         super()._end()
         self._tell()
@@ -101,6 +97,8 @@ class GroupWork(_Base):  # type: ignore[misc]
         event: event that a GPU's current stream has to wait for.
     """
 
+    _future: torch.futures.Future[Any] | None = None
+
     def __init__(
         self,
         tensors: Sequence[torch.Tensor] = (),
@@ -113,7 +111,6 @@ class GroupWork(_Base):  # type: ignore[misc]
         self._work = work
         self._source = source
         self._event = event
-        self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the results may be used; if the call raised an error, raise it here.
@@ -229,7 +226,7 @@ class Queue:
     ) -> None:
         self._fail = fail
         self._turn = threading.Lock()
-        self._running = ""
+        self._running: tuple[str, int, str | None] = "", 0, ""
         self._lane = Lane(name)
         self._lane.delivers = delivers
         self._timeout = timeout
@@ -247,12 +244,7 @@ class Queue:
         after the call that the future belongs to.
         """
         if self._lane.idle or getattr(self._inside, "thread", False):
-            outside = in_thread.site
-            in_thread.site = call_site()
-            try:
-                self._run_alone(what, function)
-            finally:
-                in_thread.site = outside
+            self._run_alone(what, function)
         else:
             self.start(what, function, None).wait()
 
@@ -268,17 +260,17 @@ class Queue:
             return self._run_alone(what, function)
 
         if getattr(self._inside, "thread", False):
-            task.run(function)
+            task._run(function)
             return task
         return self._lane.submit(what, turn, task)
 
     def _run_alone(self, what: str, function: Callable[[], Any]) -> Any:
         """Run a call, unless another thread is in a call that it has made synchronously."""
-        site = f"{what} in thread {threading.current_thread().name} at {in_thread.site}"
         if not self._turn.acquire(blocking=False):
             # Other ranks may make the two calls in the other order, and results would be mixed.
             error = UnsupportedError(
-                f"{site}: the process group is in {self._running} (expected one thread for each "
+                f"{_named(what, threading.get_ident(), call_site())}: the process group is in "
+                f"{_named(*self._running)} (expected one thread for each "
                 "group, because all ranks must make their calls in one order). Give this thread a "
                 "group of its own, dist.new_group(); for checkpoints pass it to "
                 "async_save(..., process_group=group)."
@@ -286,7 +278,7 @@ class Queue:
             self._fail(error)
             raise error
         try:
-            self._running = site
+            self._running = what, threading.get_ident(), in_thread.site
             return function()
         finally:
             self._turn.release()
@@ -295,6 +287,19 @@ class Queue:
         """Wait for running calls, and end the thread."""
         if not getattr(self._inside, "thread", False):
             self._lane.close(Deadline(self._timeout))
+
+
+def _named(what: str, thread: int, site: str | None) -> str:
+    """Return the name of a call with its thread and its place in the program.
+
+    Args:
+        site: place of the call; None if the thread's own frames show it.
+    """
+    name = next((other.name for other in threading.enumerate() if other.ident == thread), "?")
+    if site is None:
+        frame = sys._current_frames().get(thread)
+        site = "" if frame is None else call_site(frame=frame)
+    return f"{what} in thread {name} at {site}"
 
 
 @functools.cache

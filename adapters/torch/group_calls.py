@@ -31,7 +31,7 @@ from collective import (
     premul_sum,
     user_op,
 )
-from collective.inner import BY_NAME, Failure, as_op, call_in_place
+from collective.inner import BY_NAME, Failure, call_in_place
 
 from .synchronous import sum_sparse
 
@@ -46,7 +46,6 @@ __all__ = [
     "gather",
     "monitored_barrier",
     "one_by_one",
-    "operator_of",
     "recv",
     "recv_own",
     "reduce",
@@ -84,9 +83,17 @@ def _sum_of_average(a: Any, b: Any) -> Any:
 # A separate operator from ``sum``. So a comparison of the ranks' calls detects that some ranks
 # average and others sum.
 _SUMMED = user_op(_sum_of_average, commutative=True)
+# Operators by torch's number and the dtype: a look-up takes 1 us, comparisons of torch's operators
+# took 5. They are names wherever possible, because C makes only calls whose operators are names.
+_NUMBERS = {name: int(getattr(dist.ReduceOp, kind)) for kind, name in _OPS.items()}
+_OPERATORS: dict[tuple[int, torch.dtype], str | ReduceOp] = {
+    (number, dtype): name for name, number in _NUMBERS.items() for dtype in _KNOWN
+}
+_OPERATORS |= {(_NUMBERS[name], torch.bool): truth for name, truth in _OF_TRUTHS.items()}
+_OPERATORS |= {(_NUMBERS["avg"], dtype): _SUMMED for dtype in _WHOLE}
 
 
-def operator_of(op: Any, dtype: torch.dtype) -> ReduceOp:
+def _operator_of(op: Any, dtype: torch.dtype) -> str | ReduceOp:
     """Return this library's operator for an operator of torch.
 
     For an average of integers it is a sum; the caller divides the sum by :func:`_divided`.
@@ -95,74 +102,85 @@ def operator_of(op: Any, dtype: torch.dtype) -> ReduceOp:
         DtypeError: this library has no such dtype: it can move its bytes, and cannot add them.
         UnsupportedError: ``PREMUL_SUM`` has a tensor of several factors.
     """
+    kind = getattr(op, "op", op)
+    operator = _OPERATORS.get((int(kind), dtype))
+    if operator is not None:
+        return operator
     if dtype not in _KNOWN:
         raise DtypeError(
             f"torch: tensors of {dtype} cannot be reduced, only moved (expected one of "
             f"{', '.join(sorted(str(known) for known in _KNOWN))}). Convert the tensor with "
             "x.to(...)."
         )
-    kind = getattr(op, "op", op)
-    if kind == dist.ReduceOp.PREMUL_SUM:
-        factor = op.__getstate__()[1]  # older versions have no op.factor
-        if isinstance(factor, Tensor):
-            if factor.numel() != 1:
-                raise UnsupportedError(
-                    f"PREMUL_SUM: got a tensor of {factor.numel()} factors (expected a single "
-                    "factor). Multiply the tensor before the call."
-                )
-            factor = factor.item()
-        return premul_sum(factor)
-    if _averages_integers(op, dtype):
-        return _SUMMED
-    name = _OPS[kind.name]
-    return as_op(_OF_TRUTHS.get(name, name) if dtype is torch.bool else name)
+    assert kind == dist.ReduceOp.PREMUL_SUM
+    factor = op.__getstate__()[1]  # older versions have no op.factor
+    if isinstance(factor, Tensor):
+        if factor.numel() != 1:
+            raise UnsupportedError(
+                f"PREMUL_SUM: got a tensor of {factor.numel()} factors (expected a single "
+                "factor). Multiply the tensor before the call."
+            )
+        factor = factor.item()
+    return premul_sum(factor)
 
 
-def _averages_integers(op: Any, dtype: torch.dtype) -> bool:
-    return bool(getattr(op, "op", op) == dist.ReduceOp.AVG) and dtype in _WHOLE
-
-
-def _divided(comm: Communicator, tensor: Tensor, op: Any) -> None:
-    """Divide a sum of integers in place, rounded toward zero, if ``op`` averages integers."""
-    if _averages_integers(op, tensor.dtype):
+def _divided(comm: Communicator, tensor: Tensor, operator: str | ReduceOp) -> None:
+    """Divide a sum of integers in place, rounded toward zero, if it is for their average."""
+    if operator is _SUMMED:
         tensor.div_(comm.size, rounding_mode="trunc")
 
 
 # -- flat tensors --------------------------------------------------------------------------
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements in order, as a type that can be sent; a view wherever possible."""
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    if flat.dtype in _KNOWN:
-        return flat
-    if flat.dtype in _PACKED:
+def _view(tensor: Tensor) -> Tensor | None:
+    """Return the tensor's memory as a flat tensor of a type that can be sent.
+
+    Returns:
+        None if the elements are not in the memory, one after another.
+    """
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype in _KNOWN:
+        return tensor if tensor.ndim == 1 else tensor.view(-1)
+    if tensor.dtype in _PACKED:
         raise DtypeError(
-            f"torch: tensors of {flat.dtype} cannot be sent: a byte holds several elements. Send "
+            f"torch: tensors of {tensor.dtype} cannot be sent: a byte holds several elements. Send "
             "x.int_repr()."
         )
     # A view of a quantized tensor would count as quantized, which crashes torch.cat().
-    plain: Any = torch.empty(0, dtype=torch.uint8, device=flat.device)
-    width = flat.element_size()
-    start, length = flat.storage_offset() * width, flat.numel() * width
-    plain.set_(flat.untyped_storage(), start, (length,), (1,))
+    plain: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    width = tensor.element_size()
+    start, length = tensor.storage_offset() * width, tensor.numel() * width
+    plain.set_(tensor.untyped_storage(), start, (length,), (1,))
     return cast("Tensor", plain)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements in order, as a type that can be sent; a view wherever possible."""
+    flat = _view(tensor)
+    if flat is None:
+        flat = _view(tensor.detach().resolve_conj().resolve_neg().contiguous())
+        assert flat is not None
+    return flat
 
 
 class _Target:
     """Destination of a result: a tensor's own memory, or a buffer that finish() copies to it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
-        direct = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        self._own = self._tensor if direct else torch.empty_like(
-            self._tensor, memory_format=torch.contiguous_format
-        )  # fmt: skip
-        self.flat = _flat(self._own)
+        self._tensor, self._own = tensor, tensor
+        view = _view(tensor)
+        if view is None:
+            self._own = torch.empty_like(tensor.detach(), memory_format=torch.contiguous_format)
+            view = _flat(self._own)
+        self.flat = view
 
     def finish(self) -> None:
         if self._own is not self._tensor:
-            self._tensor.copy_(self._own)
+            self._tensor.detach().copy_(self._own)
 
 
 def _unpack(joined: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -207,6 +225,11 @@ def _lengths(
         _check_alike(comm, what, tensor, like)
     width = 1 if like.dtype in _KNOWN else like.element_size()
     return [tensor.numel() * width for tensor in tensors]
+
+
+def _uneven(counts: Sequence[int]) -> Sequence[int] | None:
+    """Return the lengths of the pieces; None if they are equal, because C makes calls without."""
+    return counts if len(set(counts)) > 1 else None
 
 
 def _check_alike(comm: Communicator, what: str, tensor: Tensor, like: Tensor) -> None:
@@ -267,15 +290,16 @@ def all_reduce(comm: Communicator, tensor: Tensor, op: Any, seconds: float | Non
     if tensor.layout is not torch.strided:
         _all_reduce_sparse(comm, tensor, op, seconds)
         return
-    tensor = tensor.detach()
-    operator = operator_of(op, tensor.dtype)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    operator = _operator_of(op, tensor.dtype)
     if tensor.is_conj() or tensor.is_neg():
         target = _Target(tensor)
         comm.all_reduce(_flat(tensor), op=operator, out=target.flat, timeout=seconds)
         target.finish()
     else:
         comm.all_reduce(tensor, op=operator, out=tensor, timeout=seconds)
-        _divided(comm, tensor, op)
+        _divided(comm, tensor, operator)
 
 
 def all_reduce_together(
@@ -290,10 +314,10 @@ def all_reduce_together(
             all_reduce(comm, tensor, op, seconds)
     else:
         plain = [tensor.detach() for tensor in tensors]
-        operator = operator_of(op, plain[0].dtype)
+        operator = _operator_of(op, plain[0].dtype)
         call_in_place(partial(comm.all_reduce, plain, op=operator, timeout=seconds), plain)
         for tensor in plain:
-            _divided(comm, tensor, op)
+            _divided(comm, tensor, operator)
 
 
 def _all_reduce_sparse(comm: Communicator, tensor: Tensor, op: Any, seconds: float | None) -> None:
@@ -301,7 +325,7 @@ def _all_reduce_sparse(comm: Communicator, tensor: Tensor, op: Any, seconds: flo
     averages = kind == dist.ReduceOp.AVG
     if tensor.layout is not torch.sparse_coo or not (averages or kind == dist.ReduceOp.SUM):
         raise UnsupportedError(
-            f"all_reduce: got op {operator_of(op, tensor.dtype)} and a {tensor.layout} tensor "
+            f"all_reduce: got op {_operator_of(op, tensor.dtype)} and a {tensor.layout} tensor "
             "(expected sum or average for a sparse tensor, in COO format) [rank "
             f"{comm.rank} of {comm.size}]. Use to_dense() first."
         )
@@ -318,11 +342,10 @@ def reduce(comm: Communicator, tensor: Tensor, root: int, op: Any, seconds: floa
     """Reduce a tensor in place at ``root``; other ranks' tensors are not changed."""
     target = _Target(tensor) if comm.rank == root else None
     out = None if target is None else target.flat
-    comm.reduce(
-        _flat(tensor), root=root, op=operator_of(op, tensor.dtype), out=out, timeout=seconds
-    )
+    operator = _operator_of(op, tensor.dtype)
+    comm.reduce(_flat(tensor), root=root, op=operator, out=out, timeout=seconds)
     if target is not None:
-        _divided(comm, target.flat, op)
+        _divided(comm, target.flat, operator)
         target.finish()
 
 
@@ -330,15 +353,15 @@ def reduce_scatter(
     comm: Communicator, output: Tensor, inputs: Sequence[Tensor], op: Any, seconds: float | None
 ) -> None:
     """Reduce the ranks' lists of tensors and give each rank its entry of the result."""
-    operator = operator_of(op, output.dtype)
+    operator = _operator_of(op, output.dtype)
     counts = _lengths(comm, "reduce_scatter", inputs, output)
     if counts[comm.rank] != output.numel():
         _refuse_lengths(comm, "reduce_scatter", counts[comm.rank], output.numel())
     target = _Target(output)
     comm.reduce_scatter(
-        _joined(inputs), op=operator, counts=counts, out=target.flat, timeout=seconds
+        _joined(inputs), op=operator, counts=_uneven(counts), out=target.flat, timeout=seconds
     )
-    _divided(comm, target.flat, op)
+    _divided(comm, target.flat, operator)
     target.finish()
 
 
@@ -346,16 +369,13 @@ def reduce_scatter_single(
     comm: Communicator, output: Tensor, tensor: Tensor, op: Any, seconds: float | None
 ) -> None:
     """Reduce tensors that consist of a part for each rank, and give each rank its part."""
-    operator = operator_of(op, output.dtype)
+    operator = _operator_of(op, output.dtype)
     _check_alike(comm, "reduce_scatter", output, tensor)
     if tensor.numel() != output.numel() * comm.size:
         _refuse_lengths(comm, "reduce_scatter", Fraction(tensor.numel(), comm.size), output.numel())
     target = _Target(output)
-    comm.reduce_scatter(
-        _flat(tensor), op=operator, counts=[output.numel()] * comm.size, out=target.flat,
-        timeout=seconds,
-    )  # fmt: skip
-    _divided(comm, target.flat, op)
+    comm.reduce_scatter(_flat(tensor), op=operator, out=target.flat, timeout=seconds)
+    _divided(comm, target.flat, operator)
     target.finish()
 
 
@@ -420,13 +440,14 @@ def scatter(
 ) -> None:
     """Give each rank its entry of the list of ``root``."""
     target = _Target(output)
-    joined, counts = None, None
+    joined: Tensor | None = None
+    counts: Sequence[int] = ()
     if comm.rank == root:
         counts = _lengths(comm, "scatter", inputs, output)
         if counts[root] != target.flat.numel():
             _refuse_lengths(comm, "scatter", counts[root], target.flat.numel())
         joined = _joined(inputs)
-    call = partial(comm.scatter, joined, root=root, counts=counts, out=target.flat)
+    call = partial(comm.scatter, joined, root=root, counts=_uneven(counts), out=target.flat)
     _compared(comm, call, [], None, seconds)
     target.finish()
 
@@ -472,10 +493,9 @@ def _exchange(
 ) -> Any:  # fmt: skip
     if counts[comm.rank] != expects[comm.rank]:
         _refuse_lengths(comm, "all_to_all", counts[comm.rank], expects[comm.rank])
-    # C makes calls with equal pieces, which have no counts.
-    equal = len(set(counts)) == 1
-    call = partial(comm.all_to_all, flat, counts=None if equal else counts, out=out)
-    return _compared(comm, call, expects, counts[0] if equal else None, seconds)
+    uneven = _uneven(counts)
+    call = partial(comm.all_to_all, flat, counts=uneven, out=out)
+    return _compared(comm, call, expects, counts[0] if uneven is None else None, seconds)
 
 
 def _widths(comm: Communicator, name: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:

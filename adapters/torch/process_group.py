@@ -8,6 +8,7 @@ themselves are in :mod:`collective.adapters.torch.group_calls`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ Tensor = torch.Tensor
 # annotations are wrong.
 _Base: Any = dist.ProcessGroup
 _AT_ONCE_S = 1e-3
+_UNSET = timedelta(0)
 _SHUTS_DOWN = hasattr(_Base, "shutdown")
 
 
@@ -59,7 +61,8 @@ class GroupCalls:
     """
 
     comm: Communicator = None  # type: ignore[assignment]  # before a property of torch's class
-    # Capabilities that torch reads from its transports.
+    # Capabilities that torch reads. In a class in Python, torch's own properties of a backend call
+    # themselves without end.
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
@@ -98,12 +101,8 @@ class GroupCalls:
             value: value of the call's future; by default the tensors.
             now: if true, the call has completed on return.
         """
-        comm, seconds = self.comm, seconds_of(opts)
         self._collectives += 1
-
-        def run() -> None:
-            function(comm, *args, seconds)
-
+        run = functools.partial(function, self.comm, *args, seconds_of(opts))
         asynchronous = getattr(opts, "asyncOp", True) and not now
         if tensors and tensors[0].is_cuda:
             answer = self._enqueue(what, run, tensors, asynchronous)
@@ -294,7 +293,7 @@ class GroupCalls:
         """
         # torch allows a timeout of 0: every rank that is not here yet is too late.
         timeout = getattr(timeout, "timeout", timeout)
-        unset = timeout is None or timeout < timedelta(0)
+        unset = timeout is None or timeout < _UNSET
         seconds = None if unset else max(timeout.total_seconds(), _AT_ONCE_S)
         run = group_calls.monitored_barrier
         self._queue.run("barrier", lambda: run(self.comm, wait_all_ranks, seconds))
@@ -457,23 +456,21 @@ def listed(tensors: Any) -> Sequence[Tensor]:
 
 
 def options_of(opts: Any, timeout: timedelta | None) -> Any:
-    """Return the options of a call, or options with ``timeout`` if ``opts`` has none."""
-    return opts if hasattr(opts, "timeout") else SimpleNamespace(timeout=timeout)
+    """Return the options of a call, or options with ``timeout`` if it is passed beside them."""
+    return opts if timeout is None else SimpleNamespace(timeout=timeout)
 
 
 def seconds_of(opts: Any) -> float | None:
     """Return the timeout of a call in seconds; None for the group's own timeout."""
     timeout = getattr(opts, "timeout", None)
-    if timeout is None or timeout <= timedelta(0):  # in torch a negative timeout means "not set"
+    if timeout is None or timeout <= _UNSET:  # in torch a negative timeout means "not set"
         return None
     return float(timeout.total_seconds())
 
 
 def op_of(opts: Any) -> Any:
     """Return the operator in the options, or passed in place of the options."""
-    if isinstance(opts, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-        return opts
-    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 
 def root_of(opts: Any) -> int:

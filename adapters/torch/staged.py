@@ -78,9 +78,9 @@ class Staging:
         self, comm: Communicator, tensor: Tensor, op: Any, seconds: float | None
     ) -> None:
         """Reduce a tensor in place on every rank."""
-        plain = tensor.is_cpu and tensor.layout is torch.strided
-        nbytes = tensor.numel() * tensor.element_size() if plain else 0
-        if not self.symmetric or not _LEAST <= nbytes <= _MOST:
+        nbytes = tensor.numel() * tensor.element_size()
+        fits = self.symmetric and _LEAST <= nbytes <= _MOST
+        if not fits or not tensor.is_cpu or tensor.layout is not torch.strided:
             group_calls.all_reduce(comm, tensor, op, seconds)
             return
         for identity in [name for name, known in self._known.items() if known.gone]:

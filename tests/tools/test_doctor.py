@@ -449,6 +449,19 @@ def test_import_of_torch_names_the_class_that_makes_groups() -> None:
     assert answer.facts["through"] == f"torch.distributed.{kind}", answer
 
 
+def test_torch_without_distributed_has_neither_backend_nor_class_of_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    from collective.adapters.torch import autoload
+
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    assert doctor_probe._import("torch")["through"] == ""
+    with pytest.raises(ImportError, match="this build of torch does not have it"):
+        autoload.register()
+    autoload.autoload()  # `import torch` must not fail
+
+
 def test_versions_name_the_adapter_of_a_package() -> None:
     package = {"version": "7.8.1", "error": "", "late": False, "through": "an adapter"}
     about = {"python": "3.11", "executable": "/python", "numpy": "2.4"}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,6 +18,7 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 functional = pytest.importorskip("torch.distributed._functional_collectives")
 
+from collective import native  # noqa: E402
 from collective.adapters.torch.backend import way  # noqa: E402
 from collective.errors import (  # noqa: E402
     CollectiveTimeoutError,
@@ -447,7 +450,8 @@ def test_call_of_second_thread_advises_another_group_on_every_rank(rank: int, si
         while group.comm.recorder.started == calls:
             time.sleep(0.001)
         dist.barrier(others)
-        with pytest.raises(UnsupportedError, match=r"test_plugin_calls\.py.*dist\.new_group\(\)"):
+        places = r"test_plugin_calls\.py.*is in barrier.* in wait_for_others .*dist\.new_group\(\)"
+        with pytest.raises(UnsupportedError, match=places):
             dist.all_reduce(torch.ones(3))
         store.set("refused", "yes")
         waiting.join()
@@ -458,6 +462,33 @@ def test_call_of_second_thread_advises_another_group_on_every_rank(rank: int, si
             dist.barrier()
         with pytest.raises(PeerFailedError, match=r"dist\.new_group\(\)"):
             dist.barrier()
+
+
+@pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
+@in_groups(("shm", 2))
+def test_synchronous_calls_are_made_in_c(rank: int, size: int) -> None:
+    x, whole = torch.ones(256), torch.ones(256 * size)
+    root = rank == 0
+    calls = [
+        *(
+            functools.partial(dist.all_reduce, x, op)
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
+        ),
+        lambda: dist.reduce(x, 0),
+        lambda: dist.broadcast(x, 0),
+        lambda: dist.all_gather_into_tensor(whole, x),
+        lambda: dist.all_gather([*whole.chunk(size)], x),
+        lambda: dist.reduce_scatter_tensor(x, whole),
+        lambda: dist.all_to_all_single(whole, whole.clone()),
+        lambda: dist.gather(x, [*whole.chunk(size)] if root else None, 0),
+        lambda: dist.scatter(x, [*whole.chunk(size)] if root else None, 0),
+        dist.barrier,
+    ]
+    for call in calls:  # Python makes each plan once
+        call()
+    with mock.patch.object(dist.group.WORLD.comm._path, "make", side_effect=AssertionError):
+        for call in calls:
+            call()
 
 
 @in_groups(("shm", 2))
