@@ -3,9 +3,10 @@
 Two ranks on two hosts connect again and again, make calls and groups, let a third process join, and
 close. Meanwhile strangers connect to all ports at which the ranks may listen: from the host of
 rank 0 and from a host of their own, both as another user if this process is root's. They close
-their connections at once, reset them, hold them, or send garbage, single bytes, or the proof of
-another connection's handshake. In turns with that, as a control, they do the same to ports of their
-own, so that only the job's reactions make a difference.
+their connections at once, reset them, hold them, or send garbage, single bytes, half of a proof,
+the proof of another connection's handshake, or a correct proof of another secret. In turns with
+that, as a control, they do the same to ports of their own, so that only the job's reactions make a
+difference.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ from tests.support.network_hosts import Hosts, Job
 
 __all__ = ["KINDS", "LISTENERS", "Strangers", "strangers"]
 
-KINDS = ("closed", "reset", "held", "garbage", "slow", "recorded")
+KINDS = ("closed", "reset", "held", "garbage", "slow", "half", "recorded", "mistaken")
 #: Modules whose sockets the strangers reach, and what these listen for.
 LISTENERS = {"tcp_store": "store", "hub": "hub", "standby": "standby", "connecting": "tcp"}
 # Connections that the strangers of one host hold at once.
 _HELD = 400
-_PATIENCE_S = 600.0
+# A secret that is not the job's, and how long a stranger waits for the answer to its proof.
+_OTHER_KEY, _ANSWER_S = b"k" * 32, 0.3
+_PATIENCE_S = 1800.0
 # The strangers go to the job and to themselves in turns of this length.
 _TURN_S = 4.0
 # How long the threads of a closed communicator may take to end on a busy machine.
@@ -278,7 +281,7 @@ def _recorded() -> bytes:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         link = Link(ours)
-        proving = threading.Thread(target=_prove, args=(link,))
+        proving = threading.Thread(target=_prove, args=(link, 5.0))
         proving.start()
         theirs.sendall(Challenge().greeting)
         proof = theirs.recv(1000)
@@ -287,9 +290,10 @@ def _recorded() -> bytes:
         return proof
 
 
-def _prove(link: Link) -> None:
+def _prove(link: Link, seconds: float) -> None:
     with contextlib.suppress(EOFError, OSError):
-        link.prove(b"k" * 32, Deadline(5.0))
+        link.prove(_OTHER_KEY, Deadline(seconds))
+        print("a stranger got in with another secret", flush=True)
 
 
 def _control() -> tuple[str, int]:
@@ -343,11 +347,13 @@ def _attack(count: int, hosts: list[str]) -> list[tuple[float, str, str, int]]:
 
 
 def _talk(sock: socket.socket, kind: str, recorded: bytes, dice: random.Random) -> None:
+    if kind == "mistaken":
+        _prove(Link(sock), _ANSWER_S)
     sock.setblocking(False)
     if kind == "reset":
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    elif kind == "recorded":
-        sock.send(recorded)
+    elif kind in ("half", "recorded"):
+        sock.send(recorded if kind == "recorded" else recorded[: len(recorded) // 2])
     elif kind == "garbage":
         sock.send(dice.randbytes(dice.choice((3, 64, 900))))
 

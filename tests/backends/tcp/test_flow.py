@@ -172,3 +172,42 @@ def _probed(comm: Any) -> None:
 @ENGINES
 def test_probes_find_and_take_announced_messages(backend: Any) -> None:
     run_ranks(2, _probed, backend=backend, timeout=120.0)
+
+
+# Sends of this many bytes are copied. Together they fit into the window, but not into the buffers
+# of the kernels.
+COPIED, COPIES = 60_000, 50
+
+
+def _send_copies(comm: Any, peer: int) -> float:
+    """Send copies to a rank; return how many seconds close() takes then."""
+    for number in range(COPIES):
+        comm.send(np.full(COPIED, number, np.uint8), peer, tag=1, async_op=True)
+    began = time.monotonic()
+    comm.close()
+    return time.monotonic() - began
+
+
+def _unreceived(comm: Any) -> float:
+    comm.barrier()
+    return _send_copies(comm, (comm.rank + 1) % comm.size)
+
+
+@ENGINES
+def test_close_waits_for_no_rank_that_closes_too(backend: Any) -> None:
+    assert max(run_ranks(3, _unreceived, backend=backend, timeout=60.0)) < 5.0
+
+
+def _received_late(comm: Any) -> None:
+    comm.barrier()
+    if comm.rank == 0:
+        assert _send_copies(comm, 1) > 0.5
+        return
+    time.sleep(1.0)
+    for number in range(COPIES):
+        assert (comm.recv(np.empty(COPIED, np.uint8), 0, tag=1) == number).all()
+
+
+@ENGINES
+def test_close_waits_for_copies_that_a_late_peer_receives(backend: Any) -> None:
+    run_ranks(2, _received_late, backend=backend, timeout=60.0)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import collective
+from collective.control.link import Challenge, Link
 from collective.deadline import Deadline
 from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError, PeerLostError
 from collective.memory.buffer import Buffer
@@ -52,6 +53,32 @@ def test_sigkill_of_sender_in_the_middle_raises_peer_lost(tmp_path: Path) -> Non
     with pytest.raises(RanksFailedError):
         run_ranks(2, _dies_in_the_middle, str(tmp_path), backend="tcp", timeout=30.0)
     assert float((tmp_path / "seconds").read_text()) < 5.0
+
+
+# The victim of each side of a handshake, and the method in whose place it dies. Rank 2 connects to
+# the others, and rank 1 listens for rank 2.
+HANDSHAKES = {"connects": (2, Link, "prove"), "listens": (1, Challenge, "answer")}
+
+
+def _dies_in_the_handshake(comm: Any, side: str, directory: str) -> None:
+    victim, place, method = HANDSHAKES[side]
+    comm.barrier()
+    if comm.rank == victim:
+        setattr(place, method, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match=f"rank {victim}") as caught:
+        comm.dup()
+    assert caught.value.ranks == (victim,)
+    Path(directory, str(comm.rank)).write_text(str(time.monotonic() - began))
+
+
+@pytest.mark.parametrize("side", HANDSHAKES)
+def test_sigkill_in_the_handshake_raises_peer_lost(tmp_path: Path, side: str) -> None:
+    with pytest.raises(RanksFailedError, match="signal 9"):
+        run_ranks(3, _dies_in_the_handshake, side, str(tmp_path), backend="tcp", timeout=30.0)
+    seconds = {int(file.name): float(file.read_text()) for file in tmp_path.iterdir()}
+    assert seconds.keys() == set(range(3)) - {HANDSHAKES[side][0]}
+    assert max(seconds.values()) < 5.0
 
 
 def _stops(comm: Any, directory: str) -> str:
