@@ -25,7 +25,6 @@ from collective import (
     Communicator,
     DtypeError,
     InvalidArgumentError,
-    ReduceOp,
     Status,
     UnsupportedError,
     premul_sum,
@@ -86,14 +85,14 @@ _SUMMED = user_op(_sum_of_average, commutative=True)
 # Operators by torch's number and the dtype: a look-up takes 1 us, comparisons of torch's operators
 # took 5. They are names wherever possible, because C makes only calls whose operators are names.
 _NUMBERS = {name: int(getattr(dist.ReduceOp, kind)) for kind, name in _OPS.items()}
-_OPERATORS: dict[tuple[int, torch.dtype], str | ReduceOp] = {
+_OPERATORS: dict[tuple[int, torch.dtype], Any] = {
     (number, dtype): name for name, number in _NUMBERS.items() for dtype in _KNOWN
 }
 _OPERATORS |= {(_NUMBERS[name], torch.bool): truth for name, truth in _OF_TRUTHS.items()}
 _OPERATORS |= {(_NUMBERS["avg"], dtype): _SUMMED for dtype in _WHOLE}
 
 
-def _operator_of(op: Any, dtype: torch.dtype) -> str | ReduceOp:
+def _operator_of(op: Any, dtype: torch.dtype) -> Any:
     """Return this library's operator for an operator of torch.
 
     For an average of integers it is a sum; the caller divides the sum by :func:`_divided`.
@@ -124,7 +123,7 @@ def _operator_of(op: Any, dtype: torch.dtype) -> str | ReduceOp:
     return premul_sum(factor)
 
 
-def _divided(comm: Communicator, tensor: Tensor, operator: str | ReduceOp) -> None:
+def _divided(comm: Communicator, tensor: Tensor, operator: Any) -> None:
     """Divide a sum of integers in place, rounded toward zero, if it is for their average."""
     if operator is _SUMMED:
         tensor.div_(comm.size, rounding_mode="trunc")

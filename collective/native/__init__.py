@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ._core import Door, InThread, Ring, Shared
 
 __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange", "Heads",
-           "cached_bytes", "chosen", "door", "failure", "fold", "forget", "gate", "handle", "heads",
+           "chosen", "door", "failure", "fold", "forget", "gate", "handle", "heads",
            "holder", "in_thread", "messages", "method", "ring", "runner", "schedule", "see_frozen",
            "see_tensors", "shared", "status", "sums", "switch", "turn"]  # fmt: skip
 
@@ -171,11 +171,11 @@ def _checked(extension: ModuleType) -> tuple[ModuleType | None, str]:
         return None, (
             f"built for protocol {version}, but this package has protocol {PROTOCOL}; {_REBUILD}"
         )
-    extension.set_cached(cached_bytes())
+    extension.set_cached(_cached_bytes())
     return extension, ""
 
 
-def cached_bytes() -> int:
+def _cached_bytes() -> int:
     """Return how many bytes of a call's arrays the last cache holds, of all ranks of a host.
 
     Copies for longer arrays go around the caches.

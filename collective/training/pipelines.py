@@ -14,7 +14,8 @@ offers two schedules:
 
 Both schedules end a step only when all micro-batches have gone through ("flush"). So the gradients
 are those of the whole batch. Both schedules take the same time. The module uses no framework and
-no transport.
+no transport. Ranks send in the background, so any order works. If a send waited for its receive,
+``1f1b`` would have to pair each send with the next receive, and ``gpipe`` in another way.
 """
 
 from __future__ import annotations
