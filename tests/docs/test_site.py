@@ -80,7 +80,7 @@ def test_reference_shows_types_that_checkers_see(site: Path) -> None:
     bare = re.compile(r"[\s\"']|<[^>]+>")
     shown = {bare.sub("", html.unescape(block)) for block in blocks}
     assert (
-        "all_reduce(x:T,*,op:str|ReduceOp=sum,out:T|None=None,order:Literal[rank]|Shards|None=None,"
+        "all_reduce(x:T,*,op:Op|ReduceOp=sum,out:T|None=None,order:Literal[rank]|Shards|None=None,"
         "timeout:float|None=None,async_op:bool=False,)->T|Work[T]"
     ) in shown
     assert "barrier(*,timeout:float|None=None,async_op:bool=False)->Work[None]|None" in shown
@@ -149,7 +149,7 @@ def test_figures_are_what_their_program_draws(tmp_path: Path) -> None:
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     committed = {path.name: path.read_text() for path in (ROOT / "docs" / "figures").iterdir()}
     assert drawn == committed
-    assert len(drawn) == 7
+    assert len(drawn) == 8
 
 
 def test_copied_console_blocks_leave_out_prompts_and_output(site: Path) -> None:

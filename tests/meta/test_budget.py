@@ -21,7 +21,7 @@ LINES = {
     "adapters/cupy": 184,
     "adapters/jax": 2573,
     "adapters/mpi4py": 6410,
-    "adapters/torch": 8354,
+    "adapters/torch": 8358,
     "backends": 2227,
     "backends/gloo": 914,
     "backends/hierarchical": 731,
