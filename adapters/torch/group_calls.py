@@ -25,12 +25,13 @@ from collective import (
     Communicator,
     DtypeError,
     InvalidArgumentError,
+    ReduceOp,
     Status,
     UnsupportedError,
     premul_sum,
     user_op,
 )
-from collective.inner import BY_NAME, Failure, call_in_place
+from collective.inner import BY_NAME, Failure, Op, call_in_place
 
 from .synchronous import sum_sparse
 
@@ -58,7 +59,7 @@ Tensor = torch.Tensor
 _KNOWN = {getattr(torch, name) for name in BY_NAME if hasattr(torch, name)}
 # A view of these as bytes would have a byte for each element, which is longer than their memory.
 _PACKED = {torch.quint4x2, torch.quint2x4}
-_OPS = {
+_OPS: dict[str, Op] = {
     "SUM": "sum",
     "AVG": "avg",
     "PRODUCT": "prod",
@@ -72,7 +73,7 @@ _OPS = {
 # does not take integers.
 _WHOLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 # Operators for booleans: torch counts True as 1, and any result other than 0 as True.
-_OF_TRUTHS = {"sum": "lor", "max": "lor", "prod": "land", "min": "land"}
+_OF_TRUTHS: dict[Op, Op] = {"sum": "lor", "max": "lor", "prod": "land", "min": "land"}
 
 
 def _sum_of_average(a: Any, b: Any) -> Any:
@@ -84,15 +85,15 @@ def _sum_of_average(a: Any, b: Any) -> Any:
 _SUMMED = user_op(_sum_of_average, commutative=True)
 # Operators by torch's number and the dtype: a look-up takes 1 us, comparisons of torch's operators
 # took 5. They are names wherever possible, because C makes only calls whose operators are names.
-_NUMBERS = {name: int(getattr(dist.ReduceOp, kind)) for kind, name in _OPS.items()}
-_OPERATORS: dict[tuple[int, torch.dtype], Any] = {
+_NUMBERS: dict[Op, int] = {name: int(getattr(dist.ReduceOp, kind)) for kind, name in _OPS.items()}
+_OPERATORS: dict[tuple[int, torch.dtype], Op | ReduceOp] = {
     (number, dtype): name for name, number in _NUMBERS.items() for dtype in _KNOWN
 }
 _OPERATORS |= {(_NUMBERS[name], torch.bool): truth for name, truth in _OF_TRUTHS.items()}
 _OPERATORS |= {(_NUMBERS["avg"], dtype): _SUMMED for dtype in _WHOLE}
 
 
-def _operator_of(op: Any, dtype: torch.dtype) -> Any:
+def _operator_of(op: Any, dtype: torch.dtype) -> Op | ReduceOp:
     """Return this library's operator for an operator of torch.
 
     For an average of integers it is a sum; the caller divides the sum by :func:`_divided`.
@@ -123,7 +124,7 @@ def _operator_of(op: Any, dtype: torch.dtype) -> Any:
     return premul_sum(factor)
 
 
-def _divided(comm: Communicator, tensor: Tensor, operator: Any) -> None:
+def _divided(comm: Communicator, tensor: Tensor, operator: Op | ReduceOp) -> None:
     """Divide a sum of integers in place, rounded toward zero, if it is for their average."""
     if operator is _SUMMED:
         tensor.div_(comm.size, rounding_mode="trunc")
