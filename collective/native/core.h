@@ -4,7 +4,6 @@
 
 #include <stddef.h>
 #include <stdint.h>
-#include <time.h>
 
 /* Words of 64 bits are shared between ranks, and hold addresses and lengths. On another platform the
    core cannot be built, and the package does without it. */
@@ -12,6 +11,8 @@ _Static_assert(sizeof(void *) == 8 && sizeof(size_t) == 8 && sizeof(ptrdiff_t) =
                "the native core needs a 64-bit platform");
 _Static_assert(__atomic_always_lock_free(8, 0) && __atomic_always_lock_free(4, 0),
                "the native core needs lock-free atomics of 4 and 8 bytes");
+
+#include <time.h>
 
 /* Version of the interface between C and __init__.py, and of the protocol between ranks whose cores
    were built at different times. It grows with each change that makes two versions incompatible. */

@@ -184,7 +184,7 @@ def test_exception_on_one_rank_ends_job(vendor: str) -> None:
 # Rank 0 announces the call and then does not take part in MPI's operation. Rank 1 creates the file
 # when it enters the operation.
 _STOPS_INSIDE = """
-    from collective.launch import control
+    from collective.launch import rank_line
     {prelude}
     comm = collective.init("mpi", timeout={timeout})
     inside, arrive = os.environ["INSIDE"], comm.inner.transport._arrive
@@ -216,7 +216,7 @@ def _output(vendor: str, script: str, *arguments: str, **environment: str) -> st
 def test_peer_death_inside_operation_ends_process(tmp_path: Path) -> None:
     # The rank leaves the process group, as ranks of a pool do: else mpiexec would end the job at
     # once.
-    prelude = "control.leave_process_group()"
+    prelude = "rank_line.leave_process_group()"
     script = _script(_STOPS_INSIDE.format(prelude=prelude, timeout=60.0, act=_DIE))
     output = _output("mpich", script, "-disable-auto-cleanup", INSIDE=str(tmp_path / "inside"))
     assert "collective: PeerLostError: broadcast(float64[1000], root=0): rank 0" in output
@@ -351,9 +351,9 @@ def test_finalize_of_program_does_not_wait_for_dead_rank(vendor: str) -> None:
     if vendor == "openmpi":
         prelude, arguments = "", ("--with-ft", "ulfm")
     else:
-        prelude, arguments = "control.leave_process_group()", ("-disable-auto-cleanup",)
+        prelude, arguments = "rank_line.leave_process_group()", ("-disable-auto-cleanup",)
     script = _script(f"""
-        from collective.launch import control
+        from collective.launch import rank_line
         {prelude}
         from mpi4py import MPI
         comm = collective.init("mpi", comm=MPI.COMM_WORLD)
