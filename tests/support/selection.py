@@ -50,7 +50,8 @@ SLOW = """
     system/training_examples adapters/chainer/transports system/examples backends/tcp/flow
     backends/tcp/conformance backends/mpi/transport tools/bench_command adapters/torch/transports
     contract/forking adapters/torch/plugin_programs adapters/torch/shards_elastic
-    elastic/shard_training
+    elastic/shard_training adapters/process_settings testing/ranks_failures testing/ranks_fixtures
+    adapters/mpi4py/programs
 """.split()
 
 #: Transports of which ``make test`` runs each case of the conformance suite: much of the code of
