@@ -39,9 +39,10 @@ _LOOKS, _LOOKS_CROWDED = 200, 4
 # time of each message. Ranks may share a core even if other cores are free. 4 B with both ranks on
 # one core take 15 µs with 1000 polls, and 3 µs with 100.
 _RING_LOOKS = 100
-# Longer folds on ordinary memory are not staged if ranks wait for a core and the kernel can read a
-# peer's memory: it copies the inputs once instead of twice (docs/measurements/native.md).
-_FOLDED_BYTES = 8 << 20
+# These limits apply to calls on ordinary memory, if the kernel can read a peer's memory. Longer
+# calls are not staged if ranks wait for a core, or if each rank has its own part to copy meanwhile.
+# The kernel copies once instead of twice, but its copies are slower (docs/measurements/native.md).
+_MOVED_BYTES, _FOLDED_BYTES = 4 << 20, 8 << 20
 # A call is long if the longest input of any rank has at least this many bytes. For shorter calls a
 # copy through an area costs less than a second wait (benchmarks/native.py).
 _LEAST_LONG = 24 << 10
@@ -66,21 +67,24 @@ class Compiled:
         control, heap: those of this rank.
         crowded: whether some rank sees more ranks than cores.
         single_copy: whether all ranks can read each other's memory through the kernel.
+        cached: bytes of a call's arrays that the last cache holds.
     """
 
-    def __init__(self, control: Control, heap: Heap, crowded: bool, single_copy: bool) -> None:
+    def __init__(
+        self, control: Control, heap: Heap, crowded: bool, single_copy: bool, cached: int
+    ) -> None:
         looks = _LOOKS_CROWDED if crowded else _LOOKS
         shared = native.shared(
             control.segment.map, control.rank, control.size, 8 * LINE,
             control.layout.calls[control.rank], control.layout.areas, control.layout.area_bytes,
-            _LEAST_LONG, looks, _ControlCallbacks(control), _pids(control, single_copy),
+            _LEAST_LONG, looks, _ControlCallbacks(control),
         )  # fmt: skip
         assert shared is not None  # the transport creates this object only if all have the core
         # Keep the core: this rank may switch it off later, but all ranks must go on alike.
         self._core: Any = native.chosen.extension
         self._rank, self._size = control.rank, control.size
         self._shared = shared
-        self._crowded, self._single_copy = crowded, single_copy
+        self._crowded, self._single_copy, self._cached = crowded, single_copy, cached
         heap.tell(shared.know)
 
     def plan(self, request: Request) -> Plan | None:
@@ -97,8 +101,7 @@ class Compiled:
         nbytes = request.nbytes
         if elements is not None:
             nbytes = max(nbytes, sum(elements) * (_WIDEST if dtype is None else dtype.itemsize))
-        reads = self._crowded and self._single_copy and operation in _REDUCTIONS
-        if reads and nbytes > _FOLDED_BYTES:
+        if not self._stages(operation, nbytes):
             return None
         fold, mean, scale, code = None, False, None, 0
         if operation in _REDUCTIONS:
@@ -120,6 +123,18 @@ class Compiled:
             finish = arithmetic.post(request.op, dtype, 1)
         return arithmetic.around(plan, scale, finish)
 
+    def _stages(self, operation: str, nbytes: int) -> bool:
+        if not self._single_copy:
+            return True
+        if self._crowded:
+            return nbytes <= (_FOLDED_BYTES if operation in _REDUCTIONS else _MOVED_BYTES)
+        # The arrays of all ranks together are as long as this many of the longest array.
+        arrays = {"scatter": 2, "all_gather": 1 + self._size, "all_to_all": 2 * self._size}
+        if operation not in arrays or nbytes <= _MOVED_BYTES:
+            return True
+        # A single copy leaves more room in the caches, as long as they hold parts of the arrays.
+        return nbytes * arrays[operation] >= self._cached
+
 
 def _apart(
     plan: Callable[..., Any], src: Buffer | None, dst: Buffer | None, deadline: Deadline
@@ -136,11 +151,6 @@ def _apart(
     if dst is not None and result is not None and dst.array.flags.writeable:
         dst.array[...] = result.array
     return value
-
-
-def _pids(control: Control, single_copy: bool) -> list[int] | None:
-    """Return the processes whose memory this rank may read, by rank."""
-    return [control.pid(rank) for rank in range(control.size)] if single_copy else None
 
 
 class _ControlCallbacks:
@@ -215,7 +225,7 @@ def make_exchange(control: Control, single_copy: bool) -> native.Exchange:
     exchange = native.messages(
         control.segment.map, control.rank, control.size, layout.rings, layout.ring_bytes,
         _RING_LOOKS, single_copy, _MessageCallbacks(control), 8 * LINE,
-        _pids(control, single_copy),
+        [control.pid(rank) for rank in range(control.size)] if single_copy else None,
     )  # fmt: skip
     assert exchange is not None  # the transport calls this only if all ranks have the core
     return exchange

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from ._core import Door, InThread, Ring, Shared
 
 __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange", "Heads",
-           "chosen", "door", "failure", "fold", "forget", "gate", "handle", "heads",
+           "cached_bytes", "chosen", "door", "failure", "fold", "forget", "gate", "handle", "heads",
            "holder", "in_thread", "messages", "method", "ring", "runner", "schedule", "see_frozen",
            "see_tensors", "shared", "status", "sums", "switch", "turn"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
-PROTOCOL = 29
+PROTOCOL = 28
 
 #: Bytes of a head, and bytes of it that can hold the elements of a short array.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
@@ -171,11 +171,11 @@ def _checked(extension: ModuleType) -> tuple[ModuleType | None, str]:
         return None, (
             f"built for protocol {version}, but this package has protocol {PROTOCOL}; {_REBUILD}"
         )
-    extension.set_cached(_cached_bytes())
+    extension.set_cached(cached_bytes())
     return extension, ""
 
 
-def _cached_bytes() -> int:
+def cached_bytes() -> int:
     """Return how many bytes of a call's arrays the last cache holds, of all ranks of a host.
 
     Copies for longer arrays go around the caches.
@@ -439,7 +439,6 @@ def shared(
     least_long: int,
     looks: int,
     callbacks: Callbacks,
-    pids: Sequence[int] | None = None,
 ) -> Shared | None:
     """Return the shared memory of the ranks of one host, for collectives in C.
 
@@ -460,8 +459,6 @@ def shared(
         least_long: bytes from which on a call is long, at most a quarter of an area.
         looks: number of polls of a word before a wait begins.
         callbacks: the callbacks into Python.
-        pids: process of each rank, if all ranks can read each other's memory through the kernel;
-            otherwise None.
 
     Returns:
         None if C is not in use.
@@ -469,7 +466,7 @@ def shared(
     if chosen.extension is None:
         return None
     memory: Shared = chosen.extension.Shared(
-        segment, rank, size, lines, calls, areas, area_bytes, least_long, looks, callbacks, pids
+        segment, rank, size, lines, calls, areas, area_bytes, least_long, looks, callbacks
     )
     return memory
 

@@ -12,11 +12,9 @@ _Static_assert(sizeof(void *) == 8 && sizeof(size_t) == 8 && sizeof(ptrdiff_t) =
 _Static_assert(__atomic_always_lock_free(8, 0) && __atomic_always_lock_free(4, 0),
                "the native core needs lock-free atomics of 4 and 8 bytes");
 
-#include <time.h>
-
 /* Version of the interface between C and __init__.py, and of the protocol between ranks whose cores
    were built at different times. It grows with each change that makes two versions incompatible. */
-#define PROTOCOL 29
+#define PROTOCOL 28
 
 /* The codes of element types, as in collective/memory/dtypes.py. Codes travel between ranks, so
    they never change. The 8-bit floats come behind these; no rank folds them on the host. */
@@ -49,14 +47,6 @@ fold_function *find_fold(int level, enum op op, enum dtype dtype);
 divide_function *find_divide(int level, enum dtype dtype);
 
 extern const size_t item_bytes[DTYPES];
-
-/* The clock of time.monotonic(), in nanoseconds. */
-static inline int64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
-}
 
 /* Pauses for an instant between two polls of another rank's word. The hardware thread on the same
    core can run meanwhile, and the cache line can stay with the rank that writes it. */

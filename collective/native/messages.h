@@ -3,7 +3,6 @@
 #define COLLECTIVE_MESSAGES_H
 
 #include "core.h"
-#include "ways.h"
 
 /* The head of a user's array: numbers that describe the array, and room for the elements of a short
    array. The same numbers as WORDS and HEAD_BYTES in collective/communicator/calls/heads.py. */
@@ -34,6 +33,13 @@ struct kept {
     int coming;            /* whether its bytes have been asked for */
     struct posted *owner;  /* the receive that the message is for, or NULL */
     char *bytes;           /* behind the struct; or the owner's memory */
+};
+
+/* What the receiver has measured with long messages of similar lengths. */
+struct ways {
+    double cost[2];   /* ns per byte: through the ring, and fetched; 0: not known yet */
+    int better;       /* whether fetching costs less */
+    int left, pause;  /* messages until the other way is tried; messages between two tries */
 };
 
 /* What carries the bytes to a peer or from it. rings.c: a ring of bytes in shared memory. */

@@ -412,6 +412,17 @@ PyObject *messages_function(Messages *self)
     return PyCFunction_New(&exchange_method, (PyObject *)self);
 }
 
+/* Reads the ranks' processes, or None; returns -1 with an exception. */
+static int read_pids(Messages *self, PyObject *pids)
+{
+    if (pids == Py_None)
+        return 0;
+    self->pids = calloc((size_t)self->messages.size, sizeof *self->pids);
+    if (self->pids == NULL)
+        return done(PyErr_NoMemory());
+    return read_words(pids, self->messages.size, self->pids);
+}
+
 static PyObject *make_messages(PyObject *module, PyObject *args)
 {
     PyObject *segment, *python, *function = NULL, *pids = Py_None;
@@ -436,7 +447,7 @@ static PyObject *make_messages(PyObject *module, PyObject *args)
         || (self->segment.len - rings_at) / (4096 + ring_bytes) < m->size * (m->size - 1)) {
         PyErr_SetString(PyExc_ValueError, "make_messages: a number is out of its range, or the "
                                           "rings are not in the segment");
-    } else if (read_pids(pids, m->size, &self->pids) == 0 && messages_allocate(m, &rings) == 0) {
+    } else if (read_pids(self, pids) == 0 && messages_allocate(m, &rings) == 0) {
         if (lines > SLEEPERS_AT) {
             m->sleepers = (uint32_t *)((char *)self->segment.buf + SLEEPERS_AT);
             m->asleep = (uint64_t *)((char *)self->segment.buf + lines) + ASLEEP;

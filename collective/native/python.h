@@ -40,7 +40,17 @@ extern PyObject *PyVectorcall_Call(PyObject *function, PyObject *args, PyObject 
 #define Py_END_CRITICAL_SECTION() }
 #endif
 
+#include <time.h>
+
 #include "core.h"
+
+/* The clock of time.monotonic(), in nanoseconds. */
+static inline int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
 
 /* Strings that C compares with keywords, or looks up as attributes: a constant and a text for each.
    The arguments of collective calls come first. */

@@ -264,6 +264,15 @@ void exchange_fetched(struct exchange *x)
 #ifndef MEASURED_BYTES
 #define MEASURED_BYTES ((size_t)64 << 10)
 #endif
+/* Messages after which the way that costs more is tried again; the number doubles up to the most as
+   long as the same way is better. */
+enum { FIRST_PAUSE = 8, MOST_PAUSE = 512 };
+/* A cost that seems to grow may be that of a sender that was late. So it grows by this factor at most,
+   message by message, and falls at once. */
+#define GROWTH 1.1
+/* The ways change only if the other one costs less than this share. */
+#define LESS 0.9
+
 /* Returns the place among the ways of a ring. */
 static int place_of(size_t nbytes, int both)
 {
@@ -295,6 +304,21 @@ void exchange_choose(struct exchange *x, int64_t now)
 {
     x->since = now;
     x->fetches = x->address != NULL && fetches(&x->messages->in[x->from].ring, x->nbytes, x->both);
+}
+
+/* Notes the cost of a message in ns per byte; returns whether the next one is to be fetched. */
+static int next_way(struct ways *w, int fetched, double cost)
+{
+    double *known = &w->cost[fetched];
+    *known = *known == 0 || cost < GROWTH * *known ? cost : GROWTH * *known;
+    int better = w->better ? w->cost[0] >= LESS * w->cost[1] : w->cost[1] < LESS * w->cost[0];
+    if (better != w->better || w->pause == 0)
+        w->left = w->pause = FIRST_PAUSE;
+    w->better = better;
+    if (--w->left >= 0)
+        return better;
+    w->left = w->pause = w->pause < MOST_PAUSE ? 2 * w->pause : MOST_PAUSE;
+    return !better;
 }
 
 /* The ways belong to the owner of the end. A message that has ended while another exchange has the end

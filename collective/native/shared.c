@@ -18,20 +18,12 @@
    In a short call a rank writes its input into its area, arrives, and reads the inputs of the other
    ranks. In a long call a rank announces the places of its arrays when it arrives. If the arrays of
    all ranks are in one symmetric segment, the ranks read them there, and a second step tells that
-   all ranks have read. If not, the call is staged (staging.c).
-
-   A move, which folds nothing, can also be made by the same two steps on ordinary memory: the kernel
-   copies the inputs once from the memory of their ranks. Staging copies them twice, with two
-   processors. Which way costs less depends on the machine, the lengths and the other programs. So
-   rank 0 measures both ways, and announces in its line how the move is made. If the kernel refuses a
-   copy on some rank, that rank announces a failure in the second step. Then all ranks stage the call,
-   whose inputs are as they were. */
+   all ranks have read. If not, the call is staged (staging.c). */
 
 #include "shared.h"
 #include "copying.h"
 #include "sleeping.h"
 
-#include <math.h>
 #include <string.h>
 
 /* Announces a value of one of this rank's counters, and wakes the ranks that nap. There is no fence
@@ -90,18 +82,18 @@ static int arrive(struct shared *s, uint64_t step, uint64_t digest)
 }
 
 /* Makes a further step of the same call: tells the peers that this rank has finished with their
-   memory, and waits until all ranks have done so. Returns DIFFERENT on all ranks if one has failed to
-   read.
+   memory, and waits until all ranks have done so.
 
    No rank can finish the call before this rank makes the step. A rank that has failed since it
    arrived has left the call all the same, and may use its memory again. Then the data that this
    rank read there may be wrong, so the broken flag is checked before the step. */
-static int depart(struct shared *s, int has_read)
+static int depart(struct shared *s)
 {
+    uint64_t step = s->stages[s->rank].line[STEP] + 1;
     if (is_broken(s))
         return BROKEN;
-    int failed = arrive(s, s->stages[s->rank].line[STEP] + 1, (uint64_t)has_read);
-    return failed || has_read ? failed : DIFFERENT;
+    announce(s, STEP, step);
+    return await_all(s, STEP, step);
 }
 
 /* -- operations ----------------------------------------------------------------------------- */
@@ -172,34 +164,26 @@ static void fold_sources(struct shared *s, const struct plan *p, size_t from, si
     }
 }
 
-/* Sets dst to this rank's result, which is read or folded from s->sources. With fetches the sources of
-   the peers are addresses in their processes. Returns whether all could be read. */
-static int read_sources(struct shared *s, const struct plan *p, char *dst, char *scratch, int fetches)
+/* Sets dst to this rank's result, which is read or folded from s->sources. */
+static void read_sources(struct shared *s, const struct plan *p, char *dst, char *scratch)
 {
     size_t from = splits(p) ? start_of(s, p, s->rank) : 0;
     size_t piece = splits(p) ? length_of(s, p, s->rank) : 0;
     if (!takes(s, p))
-        return 1;
+        return;
     if (p->fold != NULL) {
         fold_sources(s, p, from, splits(p) ? piece : p->count, dst, scratch);
-        return 1;
+        return;
     }
     for (int i = 0; i < s->size; i++) {
         int rank = (s->rank + i) % s->size;
         size_t count = splits(p) ? piece : input_length(s, p, rank);
         size_t at = !joins(p) ? 0 : splits(p) ? rank * piece : p->starts[rank];
         const char *source = s->sources[rank] + from * p->item;
-        char *to = dst + at * p->item;
-        if (from_root(p) && rank != p->root)
+        if ((from_root(p) && rank != p->root) || source == dst + at * p->item)
             continue;
-        if (fetches && rank != s->rank) {
-            if (!s->fetch(s->context, rank, to, source, count * p->item))
-                return 0;
-        } else if (source != to) {
-            copy(to, source, count * p->item);
-        }
+        copy(dst + at * p->item, source, count * p->item);
     }
-    return 1;
 }
 
 /* -- kinds of call -------------------------------------------------------------------------- */
@@ -242,7 +226,7 @@ static int short_call(struct shared *s, const struct plan *p, uint64_t step, con
     if (p->operation == BROADCAST && s->rank == p->root && src == dst)
         return 0;
     /* The inputs are read from the areas, never from dst, so dst may hold intermediate results. */
-    read_sources(s, p, dst, dst, 0);
+    read_sources(s, p, dst, dst);
     return 0;
 }
 
@@ -329,8 +313,10 @@ static int find_arrays(struct shared *s, const struct plan *p, int which, int lo
 static int in_place(struct shared *s, const struct plan *p, char *dst)
 {
     char *scratch = (char *)s->stages[s->rank].areas[0];
-    if (p->operation != ALL_REDUCE)
-        return depart(s, read_sources(s, p, dst, scratch, 0));
+    if (p->operation != ALL_REDUCE) {
+        read_sources(s, p, dst, scratch);
+        return depart(s);
+    }
     size_t chunk = s->least_long / p->item, stop = start_of(s, p, s->rank + 1);
     for (size_t at = start_of(s, p, s->rank); at < stop; at += chunk) {
         size_t count = stop - at < chunk ? stop - at : chunk, offset = at * p->item;
@@ -343,45 +329,7 @@ static int in_place(struct shared *s, const struct plan *p, char *dst)
             copy(s->results[rank] + offset, dst + offset, count * p->item);
         }
     }
-    return depart(s, 1);
-}
-
-/* Returns the number under which a move is measured; or -1 if the call cannot be fetched. */
-static int place_of(const struct shared *s, const struct plan *p)
-{
-    if (s->fetch == NULL || p->fold != NULL)
-        return -1;
-    int length = 63 - __builtin_clzll(p->item * p->count) - SHORTEST_MOVE;
-    return length < 0 ? 0 : length < MOVES ? length : MOVES - 1;
-}
-
-/* Makes a move on ordinary memory: stages it, or fetches the inputs. Rank 0 notes what it has cost. */
-static int move(struct shared *s, const struct plan *p, int place, int location, const char *src,
-                char *dst)
-{
-    const uint64_t *choice = s->stages[0].line + location + (FETCHED - LOCATION);
-    int fetches = place >= 0 && __atomic_load_n(choice, __ATOMIC_RELAXED) != 0, failed = DIFFERENT;
-    int measures = place >= 0 && s->rank == 0;
-    int64_t since = measures ? now_ns() : 0;
-    if (fetches) {
-        for (int rank = 0; rank < s->size; rank++) {
-            const uint64_t *address = s->stages[rank].line + location + (ADDRESS - LOCATION);
-            s->sources[rank] = (const char *)__atomic_load_n(address, __ATOMIC_RELAXED);
-        }
-        failed = depart(s, read_sources(s, p, dst, NULL, 1));
-    }
-    int refused = fetches && failed == DIFFERENT;
-    if (failed == DIFFERENT)
-        failed = stage(s, p, src, dst);
-    if (measures && !failed) {
-        struct ways *ways = &s->ways[p->operation][place];
-        unsigned bit = 1u << place, *fetched = &s->fetched[p->operation];
-        if (refused)
-            ways->cost[1] = 0;
-        int next = next_way(ways, fetches, refused ? HUGE_VAL : (double)(now_ns() - since));
-        *fetched = next ? *fetched | bit : *fetched & ~bit;
-    }
-    return failed;
+    return depart(s);
 }
 
 static int long_call(struct shared *s, const struct plan *p, uint64_t step, const char *src,
@@ -393,9 +341,6 @@ static int long_call(struct shared *s, const struct plan *p, uint64_t step, cons
         words[2 * which] = s->inside[which] ? s->inside[which]->number : 0;
         words[2 * which + 1] = s->offset[which];
     }
-    int place = place_of(s, p);
-    words[ADDRESS - LOCATION] = (uintptr_t)(sends(s, p) ? src : dst);
-    words[FETCHED - LOCATION] = place >= 0 && s->fetched[p->operation] >> place & 1;
     if ((failed = arrive(s, step, p->digest)))
         return failed;
     mapped = find_arrays(s, p, 0, location, (char **)s->sources);
@@ -404,8 +349,7 @@ static int long_call(struct shared *s, const struct plan *p, uint64_t step, cons
     if (mapped < 0)
         return mapped;
     /* A scan is staged: in place, this rank's output could be an input that peers still read. */
-    return mapped && p->operation != SCAN ? in_place(s, p, dst)
-                                          : move(s, p, place, location, src, dst);
+    return mapped && p->operation != SCAN ? in_place(s, p, dst) : stage(s, p, src, dst);
 }
 
 int shared_call(struct shared *s, const struct plan *p, const void *src, void *dst)

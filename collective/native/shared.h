@@ -5,7 +5,6 @@
 
 #include "core.h"
 #include "sums.h"
-#include "ways.h"
 
 /* backends/shm/compiled.py has the same numbers. */
 enum operation {
@@ -21,8 +20,6 @@ enum word {
     ASLEEP = 3,           /* see sleeping.h */
     INLINE = 4,           /* + 2 * parity: an input of at most INLINE_BYTES */
     LOCATION = 8,         /* + 8 * parity: segment and offset of the input, then of the output */
-    ADDRESS = 12,         /* + 8 * parity: where the rank itself has that input */
-    FETCHED = 13,         /* + 8 * parity, of rank 0: whether the ranks fetch the inputs of a move */
     LAST_CALL = 34, DESCRIBED = 39, POSTED = 40, FOLDED = 48, READ = 56,
     SUMS = 57,            /* four words, in the cache line of READ; see announce_sums() */
     LINE_WORDS = 64
@@ -60,12 +57,6 @@ typedef int wait_function(void *context, int rank, const uint64_t *word, uint64_
 /* Called after this rank has announced its arrival: does work while the other ranks arrive. */
 typedef void arrived_function(void *context);
 
-/* Copies from the memory of another rank's process; returns whether that was possible. */
-typedef int fetch_function(void *context, int rank, void *to, const void *from, size_t nbytes);
-
-/* Moves of similar lengths are measured together: of at least 16 KiB, 32 KiB and so on. */
-enum { SHORTEST_MOVE = 14, MOVES = 16 };
-
 struct shared {
     int rank, size;
     size_t area_bytes, least_long;
@@ -75,7 +66,6 @@ struct shared {
     int looks;       /* how often a word is polled before wait is called */
     wait_function *wait;
     arrived_function *arrived;
-    fetch_function *fetch; /* NULL: the kernel does not let all ranks read all others' memory */
     void *context;
     const uint64_t *broken; /* not 0 when a rank has failed; see is_broken() */
     uint32_t *sleepers;     /* number of ranks that nap, or NULL if ranks never nap */
@@ -93,9 +83,6 @@ struct shared {
        by rank. */
     uint64_t *announced;
     int all_announced;
-    /* Of rank 0: what moves have cost; and a bit for each of these ways: whether the next is fetched. */
-    struct ways ways[OPERATIONS][MOVES];
-    unsigned fetched[OPERATIONS];
     /* After DAMAGED: the rank that has written an impossible value, and a text about the value. */
     int damaging;
     const char *damage;

@@ -1,7 +1,6 @@
 /* The type Shared: its memory and segments, and how a call waits for the other ranks. */
 
 #include "shared_type.h"
-#include "fetching.h"
 #include "sleeping.h"
 
 #include <assert.h>
@@ -151,21 +150,16 @@ void shared_record(void *context)
     self->ring = NULL;
 }
 
-static int fetch_from(void *context, int rank, void *to, const void *from, size_t nbytes)
-{
-    return fetch_memory((long)((Shared *)context)->pids[rank], to, from, nbytes);
-}
-
 /* -- Shared --------------------------------------------------------------------------------- */
 
-/* Shared(segment, rank, size, lines, calls, areas, area_bytes, least_long, looks, callbacks, pids) */
+/* Shared(segment, rank, size, lines, calls, areas, area_bytes, least_long, looks, callbacks) */
 static int read_shared(Shared *self, PyObject *args)
 {
     struct shared *s = &self->shared;
-    PyObject *memory, *callbacks, *pids = Py_None;
+    PyObject *memory, *callbacks;
     Py_ssize_t lines, calls, areas, area_bytes, least_long;
-    if (!PyArg_ParseTuple(args, "OiinnnnniO|O:Shared", &memory, &s->rank, &s->size, &lines, &calls,
-                          &areas, &area_bytes, &least_long, &s->looks, &callbacks, &pids)
+    if (!PyArg_ParseTuple(args, "OiinnnnniO:Shared", &memory, &s->rank, &s->size, &lines, &calls,
+                          &areas, &area_bytes, &least_long, &s->looks, &callbacks)
         || PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
         return -1;
     self->callbacks = Py_NewRef(callbacks);
@@ -199,9 +193,6 @@ static int read_shared(Shared *self, PyObject *args)
         PyErr_NoMemory();
         return -1;
     }
-    if (read_pids(pids, s->size, &self->pids) < 0)
-        return -1;
-    s->fetch = self->pids != NULL ? fetch_from : NULL;
     unsigned char *base = self->memory.buf;
     for (Py_ssize_t rank = 0; rank < size; rank++)
         s->stages[rank] = (struct stage){
@@ -240,7 +231,6 @@ static void shared_dealloc(PyObject *object)
     free(self->shared.sources);
     free(self->shared.results);
     free(self->shared.announced);
-    free(self->pids);
     object_dealloc(object);
 }
 
@@ -254,18 +244,6 @@ int read_words(PyObject *sequence, int size, uint64_t *words)
             return -1;
     }
     return 0;
-}
-
-int read_pids(PyObject *pids, int size, uint64_t **read)
-{
-    *read = NULL;
-    if (pids == Py_None)
-        return 0;
-    if ((*read = calloc((size_t)size, sizeof **read)) == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    return read_words(pids, size, *read);
 }
 
 /* Inserts a segment; returns 0 if there is no memory. The caller has the critical section. */

@@ -11,7 +11,6 @@ typedef struct {
     PyObject *callbacks; /* see Callbacks in __init__.py */
     struct shared shared;
     Py_buffer memory; /* the control segment, which this buffer keeps mapped */
-    uint64_t *pids; /* by rank, or NULL */
     char *descriptions; /* of this rank's last calls, in the segment */
     /* The running call, with references that its caller has: */
     PyObject *request;
@@ -41,9 +40,6 @@ void shared_record(void *self);
 
 /* Reads one integer for each rank; returns 0, or -1 with an exception. */
 int read_words(PyObject *sequence, int size, uint64_t *words);
-/* Reads the ranks' processes into new memory, or sets it to NULL for None; returns 0, or -1 with an
-   exception. */
-int read_pids(PyObject *pids, int size, uint64_t **read);
 
 /* The method Shared.plan(), of plan.c. */
 PyObject *plan_new(PyObject *shared, PyObject *args);

@@ -61,17 +61,6 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
     return 0;
 }
 
-static _Thread_local uint32_t luck; /* of the thread's fetches */
-
-/* Copies from another rank's memory, or is refused after a part of it. */
-static int fetch(void *context, int rank, void *to, const void *from, size_t nbytes)
-{
-    int refused = draw(&luck) % 8 == 0;
-    (void)context, (void)rank;
-    memcpy(to, from, refused ? nbytes / 2 : nbytes);
-    return !refused;
-}
-
 /* Sets bytes to elements of the input of a rank in a call, from an index on. Sums of inputs wrap. */
 static void fill(char *bytes, const struct plan *p, int call, int rank, size_t index, size_t count)
 {
@@ -281,7 +270,7 @@ static void *rank_main(void *argument)
     struct shared shared = {.rank = (int)(intptr_t)argument, .size = ranks, .stages = stages,
                             .area_bytes = area_bytes, .least_long = area_bytes / 32 * 3,
                             .looks = 20, .wait = wait_for, .arrived = go_on,
-                            .fetch = fetch, .broken = &broken, .sleepers = &sleepers,
+                            .broken = &broken, .sleepers = &sleepers,
                             .sources = calloc(ranks, sizeof(char *)),
                             .results = calloc(ranks, sizeof(char *)),
                             .announced = calloc(ranks, ANNOUNCED * sizeof(uint64_t))};
@@ -297,7 +286,6 @@ static void *rank_main(void *argument)
     shared.known = shared.room = 3;
     uint32_t state = seed * 2654435761u + 1, own = state + (unsigned)shared.rank;
     shared.blocks = start;
-    luck = own;
     for (int call = 0; call < calls; call++) {
         size_t starts[MOST_RANKS + 1] = {0}, longest = 0;
         struct plan p = {.operation = (int)(draw(&state) % OPERATIONS), .fold = NULL,
@@ -329,7 +317,6 @@ static void *rank_main(void *argument)
             p.count = 0;
         /* All ranks, no rank, or some ranks have their arrays in a segment. */
         uint32_t where = draw(&state), way = draw(&state) % 3, in_place = draw(&state) % 2;
-        shared.fetched[p.operation] = draw(&own) % 2 ? ~0u : 0; /* the choice of rank 0 */
         int symmetric = way == 0 || (way == 1 && where >> shared.rank & 1);
         one_call(&shared, &p, &kind, call, symmetric, (int)in_place);
         /* Sometimes one rank makes a different call, and all ranks must notice that. */

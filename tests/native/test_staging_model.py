@@ -209,44 +209,6 @@ def in_place(rank: int, size: int, calls: int, departs: bool) -> Iterator[Step]:
             yield from _wait_all(rank, size, ARRIVED, step)
 
 
-def fetched(rank: int, size: int, calls: int, departs: bool, refused: int | None) -> Iterator[Step]:
-    """Yield the steps of moves whose inputs the kernel copies from the memory of their ranks.
-
-    After each call a rank writes its next input to the same memory.
-
-    Args:
-        departs: whether a rank waits until all have read.
-        refused: rank whose copies the kernel refuses, so that all ranks stage each call.
-    """
-    step = 0
-    peers = [peer for peer in range(size) if peer != rank]
-    for call in range(calls):
-        step += 1
-        yield Write("memory", 0, call)
-        yield Write("location", step % 2, call)
-        yield Announce(ARRIVED, step)
-        yield from _wait_all(rank, size, ARRIVED, step)
-        for peer in peers:
-            yield Look(peer, "location", step % 2, call)
-            if rank != refused:
-                yield Look(peer, "memory", 0, call)
-        if departs:
-            step += 1
-            yield Write("digest", step % 2, rank != refused)
-            yield Announce(ARRIVED, step)
-            yield from _wait_all(rank, size, ARRIVED, step)
-            for peer in peers:
-                yield Look(peer, "digest", step % 2, peer != refused)
-        if refused is not None:
-            yield Write("given", call % 2, call)
-            yield Announce(POSTED, call + 1)
-            for peer in peers:
-                yield Wait(peer, POSTED, call + 1)
-                yield Look(peer, "given", call % 2, call)
-            yield Announce(READ, call + 1)
-            yield from _wait_all(rank, size, READ, call + 1)
-
-
 def first_failure(programs: list[list[Step]]) -> str:
     """Try all interleavings; return the first failure as text, or an empty text.
 
@@ -341,18 +303,6 @@ def test_in_place_protocol_with_departure_is_correct(size: int) -> None:
 
 def test_in_place_protocol_without_departure_fails() -> None:
     assert "reads" in first_failure([[*in_place(rank, 2, 3, departs=False)] for rank in range(2)])
-
-
-@pytest.mark.parametrize("refused", [None, 0])
-@pytest.mark.parametrize("size", [2, 3])
-def test_fetched_moves_with_departure_are_correct(size: int, refused: int | None) -> None:
-    programs = [[*fetched(rank, size, 3, True, refused)] for rank in range(size)]
-    assert first_failure(programs) == ""
-
-
-def test_fetched_moves_without_departure_fail() -> None:
-    programs = [[*fetched(rank, 2, 3, False, None)] for rank in range(2)]
-    assert "reads" in first_failure(programs)
 
 
 @pytest.mark.parametrize(("size", "calls"), [(2, 6), (3, 4)])
