@@ -176,7 +176,8 @@ def named(row: Row) -> str:
 
 @functools.cache
 def ours(page: str) -> list[list[Any]]:
-    return run_ranks(2, our_side, page)
+    # Processes: in Python 3.11 ast.parse() fails if another thread parses at the same time.
+    return run_ranks(2, our_side, page, backend="shm")
 
 
 @functools.cache
