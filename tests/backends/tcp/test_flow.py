@@ -198,16 +198,20 @@ def test_close_waits_for_no_rank_that_closes_too(backend: Any) -> None:
     assert max(run_ranks(3, _unreceived, backend=backend, timeout=60.0)) < 5.0
 
 
-def _received_late(comm: Any) -> None:
+def _received_late(comm: Any) -> float:
+    """Return when rank 0 has closed, or when the other rank begins to receive."""
     comm.barrier()
     if comm.rank == 0:
-        assert _send_copies(comm, 1) > 0.5
-        return
+        _send_copies(comm, 1)
+        return time.monotonic()
     time.sleep(1.0)
+    began = time.monotonic()
     for number in range(COPIES):
-        assert (comm.recv(np.empty(COPIED, np.uint8), 0, tag=1) == number).all()
+        assert (comm.recv(np.empty(COPIED, np.uint8), 0, tag=1) == number).all(), number
+    return began
 
 
 @ENGINES
 def test_close_waits_for_copies_that_a_late_peer_receives(backend: Any) -> None:
-    run_ranks(2, _received_late, backend=backend, timeout=60.0)
+    closed, began = run_ranks(2, _received_late, backend=backend, timeout=60.0)
+    assert closed > began  # both ranks read the clock of this host
