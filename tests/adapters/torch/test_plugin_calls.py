@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import time
@@ -469,25 +468,24 @@ def test_call_of_second_thread_advises_another_group_on_every_rank(rank: int, si
 def test_synchronous_calls_are_made_in_c(rank: int, size: int) -> None:
     x, whole = torch.ones(256), torch.ones(256 * size)
     root = rank == 0
-    calls = [
-        *(
-            functools.partial(dist.all_reduce, x, op)
-            for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
-        ),
-        lambda: dist.reduce(x, 0),
-        lambda: dist.broadcast(x, 0),
-        lambda: dist.all_gather_into_tensor(whole, x),
-        lambda: dist.all_gather([*whole.chunk(size)], x),
-        lambda: dist.reduce_scatter_tensor(x, whole),
-        lambda: dist.all_to_all_single(whole, whole.clone()),
-        lambda: dist.gather(x, [*whole.chunk(size)] if root else None, 0),
-        lambda: dist.scatter(x, [*whole.chunk(size)] if root else None, 0),
-        dist.barrier,
-    ]
-    for call in calls:  # Python makes each plan once
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "all_reduce of maxima": lambda: dist.all_reduce(x, dist.ReduceOp.MAX),
+        "reduce": lambda: dist.reduce(x, 0),
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, x),
+        "all_gather": lambda: dist.all_gather([*whole.chunk(size)], x),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(x, whole),
+        "all_to_all_single": lambda: dist.all_to_all_single(whole, whole.clone()),
+        "gather": lambda: dist.gather(x, [*whole.chunk(size)] if root else None, 0),
+        "scatter": lambda: dist.scatter(x, [*whole.chunk(size)] if root else None, 0),
+        "barrier": dist.barrier,
+    }
+    for call in calls.values():  # Python makes each plan once
         call()
-    with mock.patch.object(dist.group.WORLD.comm._path, "make", side_effect=AssertionError):
-        for call in calls:
+    for name, call in calls.items():
+        error = AssertionError(f"Python makes {name}")
+        with mock.patch.object(dist.group.WORLD.comm._path, "make", side_effect=error):
             call()
 
 
