@@ -6,11 +6,14 @@
     python benchmarks/between_hosts.py --namespaces 2 --ranks 4 --operations all_reduce --quick
     python benchmarks/between_hosts.py --plugin --against torch   # also torch.distributed over tcp
     python benchmarks/between_hosts.py --tls --namespaces 2       # also tcp with certificates
+    python benchmarks/between_hosts.py --namespaces 2 --link 10gbit     # a link that is the bound
 
 Hosts are network namespaces. The ranks of a single host speak over its loopback interface. Shared
 memory is off for every contestant except ``hierarchical``. Before the turns begin, each contestant
 makes every operation, and the network interfaces must count the bytes that the operation has to
-move. So a contestant that goes past TCP is noticed.
+move. So a contestant that goes past TCP is noticed. Namespaces share the processors, so their link
+costs processor time alone. With ``--link`` each host sends at most at that rate (a token bucket of
+tc), as over a real network.
 """
 
 from __future__ import annotations
@@ -64,6 +67,8 @@ _MUST, _AIM = 0.9, 1.0
 # Promised for hierarchical over tcp: times as fast as tcp, at these sizes.
 _LEVELS_MUST, _LEVELS_AT = 1.5, (MIB, 16 * MIB)
 _PORT = 29600
+# A bucket holds what a card sends at once. The queue is long enough that it drops nothing here.
+_BURST, _QUEUED = "256kb", "1s"
 # The check of the interfaces: bytes of a call's larger array, and number of calls.
 _CHECKED, _CALLS = MIB, 4
 
@@ -90,6 +95,15 @@ def _placement(vendor: str, places: str, shell: str) -> list[str]:
         # The hosts share their cores, but each daemon would bind its first rank to the first core.
         return ["--host", places, "--mca", "plm_ssh_agent", shell, "--bind-to", "none"]
     return ["-hosts", places, "-launcher", "ssh", "-launcher-exec", shell]
+
+
+def _limit(hosts: Any, rate: str) -> None:
+    """Let each host send at most at a rate, in the units of tc."""
+    bucket = ["tbf", "rate", rate, "burst", _BURST, "latency", _QUEUED]
+    for host in hosts.hosts:
+        subprocess.run(
+            host.entering("tc", "qdisc", "add", "dev", "eth0", "root", *bucket), check=True
+        )
 
 
 def _protection(folder: Path) -> dict[str, str]:
@@ -233,11 +247,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         session = sittings.Sittings(options)
         for ranks in options.ranks:
             with hosts_of(namespaces) as hosts:
+                if options.link:
+                    _limit(hosts, options.link)
                 able, missing = _contestants(options, ranks, hosts)
                 session.missing |= missing
                 check = partial(_check, session, able, options.operations)
                 session.play(able, tasks, Pace.of(options.quick), check)
-        places.append({"namespaces": namespaces, **session.as_json()})
+        where = f"{namespaces} hosts" if namespaces > 1 else "loopback"
+        where += f" at {options.link}" if options.link else ""
+        places.append({"where": where, **session.as_json()})
     return {"places": places}
 
 
@@ -306,9 +324,8 @@ def show(run: dict[str, Any]) -> None:
     verdicts: list[Judged] = []
     for place in run["places"]:
         records = Results.from_json({**place, "machine": run["machine"]}).records
-        where = f"{place['namespaces']} hosts" if place["namespaces"] > 1 else "loopback"
         for ranks, operation in dict.fromkeys((r.ranks, r.operation) for r in records):
-            title = f"{operation}, {ranks} ranks, {where}"
+            title = f"{operation}, {ranks} ranks, {place['where']}"
             sizes = _by_size([r for r in records if (r.ranks, r.operation) == (ranks, operation)])
             _show(title, sizes)
             verdicts += _judge(title, sizes)
@@ -336,7 +353,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--plugin", action="store_true", help="measure torch.distributed over our tcp, too"
     )
     parser.add_argument("--tls", action="store_true", help="measure tcp with certificates, too")
+    parser.add_argument(
+        "--link", metavar="RATE", help="limit what each host sends, for example to 10gbit"
+    )
     options = parser.parse_args(arguments)
+    if options.link and 1 in options.namespaces:
+        parser.error("--link needs several hosts: --namespaces 2")
     if any(ranks % hosts for ranks in options.ranks for hosts in options.namespaces):
         parser.error("each of --ranks has to be a multiple of each of --namespaces")
     run = measured(options, lambda: measure(options))
