@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -53,9 +53,6 @@ from collective.request import Disagreement, Request
 
 from .mail import TwoLevelMail
 from .topology import Topology
-
-if TYPE_CHECKING:
-    from collective.contract.recorder import Recorder
 
 __all__ = ["HierarchicalBackend"]
 
@@ -215,9 +212,6 @@ class HierarchicalBackend(Monitored):
             return inner
         outer = self._outer.descriptors(ranks)
         return inner + outer if topology.levels else outer
-
-    def observe(self, recorder: Recorder) -> None:
-        self._outer.observe(recorder)
 
     def delivered(self) -> bool:
         return self._outer.delivered() and self._inner.delivered()

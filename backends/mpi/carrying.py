@@ -202,7 +202,6 @@ class Carrying(Monitored):
         self._comm = comm
         self._in_place = module.IN_PLACE
         self._most = 2**63 - 1 if module.Get_version() >= (4, 0) else _MOST
-        channel.compares_on_arrival = True
         self._arrival = Arrival(module, comm, channel)
         self._arrive = self._arrival.arrive
         self._blocking = Blocking(module, comm, channel)

@@ -80,6 +80,7 @@ class Monitored(Backend):
 
     def observe(self, recorder: Recorder) -> None:
         self.channel.recorder = recorder
+        self.channel.compares_on_arrival = self.capabilities.checks_calls
 
     def refuse_broken(self, where: object) -> None:
         if self.channel.failure is not None:

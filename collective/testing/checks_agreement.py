@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -210,3 +211,27 @@ def check_mismatch_in_background(comm: Communicator) -> None:
     assert isinstance(bad.exception(), MismatchError), f"exception() is {bad.exception()!r}"
     assert_same(good.wait(), np.array([comm.size]), "the call before a mismatch")
     assert_same(after.wait(), np.array([2 * comm.size]), "the call after a mismatch")
+
+
+# Calls whose arguments may differ between the ranks.
+_MAY_DIFFER: tuple[_Call, ...] = (
+    lambda comm: comm.gather(_x(1 + comm.rank), root=1, async_op=True),
+    lambda comm: comm.all_gather(_x(1 + comm.rank), async_op=True),
+    lambda comm: comm.all_to_all(_x(comm.size + comm.rank), async_op=True),
+    lambda comm: comm.scatter(_x() if comm.rank == 0 else None, async_op=True),
+    lambda comm: comm.broadcast(_x() if comm.rank == 0 else None, async_op=True),
+)
+# The records of calls that have waited for a second may be compared.
+_LATE_S = 2.5
+
+
+@on_each_rank(at_least=3)
+def check_late_rank_is_no_mismatch(comm: Communicator) -> None:
+    """Check that ranks whose arguments may differ wait for a late rank, such as in a gather."""
+    groups = [comm.dup() for _ in _MAY_DIFFER]
+    if comm.rank == 1:
+        time.sleep(_LATE_S)
+    for work in [call(group) for call, group in zip(_MAY_DIFFER, groups, strict=True)]:
+        work.wait()
+    for group in groups:
+        group.close()

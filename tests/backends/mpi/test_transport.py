@@ -280,35 +280,6 @@ def test_background_calls_match_foreground_calls(comm: Communicator) -> None:
         assert received.tolist() == [1] * x.size
 
 
-_DIFFERING: dict[str, Callable[[Communicator], Any]] = {
-    "all_gather": lambda comm: comm.all_gather(np.ones(1 + comm.rank)),
-    "all_to_all": lambda comm: comm.all_to_all(np.ones(4 + comm.rank)),
-    "broadcast": lambda comm: comm.broadcast(np.ones(3) if comm.rank == 0 else None, root=0),
-    "broadcast of a structure": lambda comm: comm.broadcast(
-        [1] if comm.rank == 2 else None, root=2
-    ),
-}
-
-
-@pytest.mark.parametrize("name", _DIFFERING)
-@on_ranks("ranks")
-def test_late_rank_with_differing_sizes_raises_no_mismatch(comm: Communicator, name: str) -> None:
-    """One rank makes its call after the calls of the other ranks have been compared."""
-    channel: Any = _transport(comm).channel
-    hear, requests = channel._hear, threading.Semaphore(0)
-
-    def counted(message: Any) -> None:
-        hear(message)
-        if message["kind"] == "report":
-            requests.release()
-
-    if comm.rank == 1:
-        channel._hear = counted
-        for _ in range(2):  # the second request shows that the first comparison is over
-            assert requests.acquire(timeout=20.0)
-    _DIFFERING[name](comm)
-
-
 class _NoPersistence:
     """Communicator of an MPI library without persistent collectives (before MPI 4)."""
 
