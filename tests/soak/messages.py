@@ -280,7 +280,7 @@ def damaged_rings(comm: Communicator, seed: int, count: int) -> tuple[dict[str, 
                 lambda: group.recv(into, 1, tag=3, timeout=0.002),  # noqa: B023
             )
         comm.barrier()
-        group.leave()
+        group.inner.leave()
     return dict(findings.ends), findings.problems
 
 

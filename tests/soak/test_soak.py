@@ -24,10 +24,6 @@ from tests.soak.staging_flips import STAGED, staging_flips
 from tests.soak.strangers import KINDS, LISTENERS, strangers
 from tests.support.network_hosts import needs_hosts
 
-# Targets that are quick. The others start processes, or make at least a hundred times as many
-# messages.
-QUICK = sorted(TARGETS.keys() - {"rings"})
-
 
 def test_random_calls_give_same_counts_on_all_ranks() -> None:
     first, second = run_ranks(2, soak, 7, 300, 60.0)
@@ -52,7 +48,7 @@ def test_kills_in_the_middle_of_each_phase_leave_no_problems() -> None:
     assert set(result.hits.elements()) == set(PHASES)
 
 
-@pytest.mark.parametrize("target", QUICK)
+@pytest.mark.parametrize("target", sorted(TARGETS))
 def test_mutated_messages_cause_no_problems(target: str) -> None:
     findings = TARGETS[target](random.Random(7), 50)
     assert findings.made >= 50
