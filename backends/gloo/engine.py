@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from collective.contract.process import keep_in_children
 from collective.deadline import Deadline
 from collective.errors import BackendError, BackendUnavailableError, ConfigError
 from collective.install import hint
-from collective.platform import let_others_run_first, threads
 
 from .waiting import Elsewhere
 
@@ -32,7 +30,6 @@ __all__ = ["CUT_TAG", "AddressStore", "cut", "device", "process_group", "seconds
 
 #: The tag of the receive that :func:`cut` posts. No rank sends with this tag.
 CUT_TAG = 2**31 - 1
-_IO_THREAD, _NAMING_TRIES = "gloo_tcp_loop", 50
 # Gloo's smallest unit of time: Gloo would take a shorter timeout as no timeout at all.
 _CUT_S = 0.001
 # Seconds between two checks that the awaited ranks can still connect, and seconds that Gloo may
@@ -65,7 +62,6 @@ def device(world: World) -> Any:
             f"{hint('torch')}"
         )
     host = listens_at(world)
-    known = set(threads())
     try:
         listening = make(hostname=host)
     except RuntimeError as error:
@@ -75,30 +71,7 @@ def device(world: World) -> Any:
             "that reaches the other hosts (`collective doctor` lists them)."
         ) from error
     keep_in_children(listening)
-    if known:  # the system lists threads
-        _let_it_queue(known)
     return listening
-
-
-def _let_it_queue(known: set[int]) -> None:
-    """Keep Gloo's new I/O thread from preempting the running thread when a message arrives.
-
-    Gloo holds a lock of the connection while it sends. The thread that the I/O thread preempts is
-    often that very sender. The I/O thread then polls for the lock until its time slice is over. On
-    busy cores that happened in half of the calls: a short message took 4 ms instead of 0.1. So
-    the I/O thread waits until the running thread gives the core away, which a call does at once.
-
-    Args:
-        known: ids of the threads that existed before Gloo started its I/O thread.
-    """
-    for _ in range(_NAMING_TRIES):
-        for thread, name in threads().items():
-            if thread not in known and name == _IO_THREAD:
-                # If the thread has ended meanwhile, or the system forbids the change, go on.
-                with contextlib.suppress(OSError):
-                    let_others_run_first(thread)
-                return
-        time.sleep(0.001)  # the I/O thread has not set its name yet
 
 
 class AddressStore(_dist.Store):  # type: ignore[misc]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -17,12 +17,11 @@ from collective.backends.peers.monitored import Paired, Pairing
 from collective.contract.backend import ANY_SOURCE, COLLECTIVE_TAG, Capabilities, Plan
 from collective.contract.waits import MessageCall
 from collective.deadline import Deadline
-from collective.errors import CollectiveError
 from collective.memory.buffer import Buffer
 
 from .connecting import Connector
 from .engine import CUT_TAG, cut, device, seconds
-from .waiting import Blocked, Elsewhere, watched
+from .waiting import Elsewhere
 
 if TYPE_CHECKING:
     from collective.contract.world import World
@@ -33,10 +32,8 @@ __all__ = ["GlooBackend"]
 # Our own deadline expires first, because our error can name the absent ranks. Gloo's time limit is
 # later by this many seconds.
 _SLACK_S = 5.0
-# Seconds for which a call waits at first; after that it waits in slices, with a check after each.
-_FIRST_S = 0.1
-# Messages up to this length almost always arrive completely or not at all; see GlooBackend._move.
-_DIRECT_BYTES = 32 << 10
+# Seconds for which a call waits before it makes a Wait, which most calls do not need.
+_FIRST_S = 0.05
 # Gloo's tags have 31 bits. A user's tag below _HASHED is Gloo's tag. From _HASHED on, the tags are
 # hashes: of the collective call to which a message belongs, or of any other tag. The last two tags
 # are those of the comparisons of calls and of cutting.
@@ -134,11 +131,9 @@ class GlooBackend(Paired):
             self._move(MessageCall("sendrecv", tag, to, source), src, dst, deadline)
 
     def _recv_any(self, dst: Buffer, tag: int, deadline: Deadline) -> int:
-        """Receive from the rank whose message arrives first.
-
-        A cut does not end such a receive in Gloo. So it runs in another thread.
-        """
-        where = MessageCall("recv", tag, None, ANY_SOURCE)
+        """Receive from the rank whose message arrives first."""
+        call = MessageCall("recv", tag, None, ANY_SOURCE)
+        self.refuse_broken(call)
         group, slot = self._group, self._slot_of(tag)
         sources: list[int] = []
 
@@ -148,14 +143,7 @@ class GlooBackend(Paired):
             sources.append(int(work._source_rank()))
 
         others = [rank for rank in range(self.size) if rank != self.rank]
-        wait = self.channel.wait(where, deadline, others, any_of=True)
-        self.channel.check(where, ())
-        elsewhere = Elsewhere(receive)
-        while not elsewhere.over.acquire(timeout=wait.slice()):
-            wait.check()
-        if elsewhere.error is not None:
-            original = elsewhere.error
-            raise self.channel.explain(where, original, others, any_of=True) from original
+        self._wait(receive, call, deadline, others, any_of=True)
         return sources[0]
 
     def _slot_of(self, tag: int) -> int:
@@ -172,61 +160,58 @@ class GlooBackend(Paired):
     def _move(
         self, call: MessageCall, src: Buffer | None, dst: Buffer | None, deadline: Deadline
     ) -> None:
-        """Send ``src``, receive ``dst``, or both at once, and wait for it.
-
-        This thread waits inside Gloo, where only :func:`cut` can interrupt it. Even a cut does
-        not help if the sender dies when a part of its message has been read: then Gloo forgets
-        that a thread is waiting for the rest. So another thread waits for long messages.
-        """
+        """Send ``src``, receive ``dst``, or both at once, and wait for it."""
         self.refuse_broken(call)
+        group, slot = self._group, self._slot_of(call.tag)
+
+        def move() -> None:
+            works = []
+            if dst is not None:
+                works.append(group.recv([_as_bytes(dst)], call.source, slot))
+            if src is not None:
+                works.append(group.send([_as_bytes(src)], call.to, slot))
+            for work in works:
+                work.wait(_limit(deadline.seconds))
+
         if call.tag == COLLECTIVE_TAG:
             # A peer that has left may have done its part: this depends on the whole collective
             # call, not on one message. So the wait names no single peer.
-            blocked = Blocked(self.channel, self.running, deadline, None)
+            self._wait(move, self.running, deadline, None)
         else:
-            blocked = Blocked(self.channel, call, deadline, call.peers)
-        group, slot = self._group, self._slot_of(call.tag)
-        works, nbytes = [], 0
-        try:
-            if dst is not None:
-                works.append(group.recv([_as_bytes(dst)], call.source, slot))
-                nbytes = dst.nbytes
-            if src is not None:
-                works.append(group.send([_as_bytes(src)], call.to, slot))
-                nbytes = max(nbytes, src.nbytes)
-            until = _limit(deadline.seconds)
-            if nbytes > _DIRECT_BYTES:
-                self._wait_elsewhere(blocked, lambda: [work.wait(until) for work in works])
-                return
-            watched.add(blocked)
-            try:
-                for work in works:
-                    work.wait(until)
-            finally:
-                watched.remove(blocked)
-        except CollectiveError:
-            raise  # the wait's check has raised it, so it is explained already
-        except RuntimeError as error:
-            raise self._explained(blocked, error) from error
+            self._wait(move, call, deadline, call.peers)
 
-    def _wait_elsewhere(self, blocked: Blocked, function: Callable[[], object]) -> None:
+    def _wait(
+        self,
+        function: Callable[[], None],
+        where: object,
+        deadline: Deadline,
+        awaited: Sequence[int] | None,
+        any_of: bool = False,
+    ) -> None:
+        """Run ``function``, which waits inside Gloo, in another thread until it returns.
+
+        Only :func:`cut` interrupts Gloo, and not always: if the sender dies when a part of its
+        message has been read, Gloo forgets that a thread is waiting for the rest. A receive from
+        any rank does not notice a cut either. So this thread abandons the other one.
+
+        Args:
+            function: posts messages and waits for them.
+            where, deadline, awaited, any_of: the call, as in :meth:`Channel.wait`.
+        """
         elsewhere = Elsewhere(function)
-        pause, wait = blocked.deadline.at_most(_FIRST_S), None
         try:
-            while not elsewhere.over.acquire(timeout=pause):
-                wait = wait or blocked.wait()
+            if not elsewhere.over.acquire(timeout=deadline.at_most(_FIRST_S)):
+                wait = self.channel.wait(where, deadline, awaited, any_of)
                 wait.check()
-                pause = wait.slice()
-        except CollectiveError:
+                while not elsewhere.over.acquire(timeout=wait.slice()):
+                    wait.check()
+        except BaseException:
             self._cut()  # otherwise Gloo would go on using an array that the caller has back
             raise
         if elsewhere.error is not None:
-            raise elsewhere.error
-
-    def _explained(self, blocked: Blocked, error: RuntimeError) -> BaseException:
-        explained = blocked.error or self.channel.explain(blocked.where, error, blocked.awaited)
-        self._cut()
-        return explained
+            explained = self.channel.explain(where, elsewhere.error, awaited, any_of)
+            self._cut()
+            raise explained from elsewhere.error
 
 
 class _Writable:

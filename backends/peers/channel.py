@@ -294,16 +294,13 @@ class Channel:
         awaited: Sequence[int] | None = None,
         any_of: bool = False,
         sequence: int | None = None,
-        who: Caller | None = None,
     ) -> Wait:
         """Return the wait of one call; see :class:`Wait` and :meth:`check`.
 
         Args:
             where, deadline, awaited, any_of, sequence: as in :meth:`check`.
-            who: who makes the call, if it is not the calling thread.
         """
-        who = caller() if who is None else who
-        return Wait(self, where, deadline, awaited, any_of, sequence, who)
+        return Wait(self, where, deadline, awaited, any_of, sequence, caller())
 
     def explain(
         self,

@@ -49,7 +49,6 @@ __all__ = [
     "held_port",
     "is_file",
     "is_silent",
-    "let_others_run_first",
     "mapped_files",
     "notice_silence",
     "port_holder",
@@ -62,7 +61,6 @@ __all__ = [
     "still_leads_to",
     "stop_listening",
     "tcp_info",
-    "threads",
     "unacknowledged",
     "unsent",
     "usable_cores",
@@ -268,26 +266,6 @@ class EndOfProcess:
     def close(self) -> None:
         """Close the descriptor."""
         os.close(self.descriptor)
-
-
-def threads() -> dict[int, str]:
-    """Return the names of this process's threads by their ids."""
-    names = {}
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(PROC / "self/task"):
-            with contextlib.suppress(OSError):  # the thread has ended
-                names[int(thread)] = (PROC / "self/task" / thread / "comm").read_text().strip()
-    return names
-
-
-def let_others_run_first(thread: int) -> None:
-    """Let a thread of this process wait until the running thread gives the core away (sched(7)).
-
-    Raises:
-        OSError: the thread has ended, or the system forbids the change.
-    """
-    if os.sched_getscheduler(thread) == os.SCHED_OTHER:
-        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def stop_listening(address: tuple[str, int]) -> None:

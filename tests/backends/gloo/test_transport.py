@@ -10,7 +10,6 @@ import sys
 import textwrap
 import threading
 import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -42,7 +41,6 @@ torch = pytest.importorskip("torch", reason="the gloo transport needs PyTorch")
 
 from collective.backends.gloo import GlooBackend  # noqa: E402
 from collective.backends.gloo.engine import device  # noqa: E402
-from collective.backends.gloo.waiting import Blocked, watched  # noqa: E402
 
 two = ranks_of(("gloo", 2), timeout=40.0)
 
@@ -56,6 +54,9 @@ class _Broken:
 
     def wait(self, *_: Any, **__: Any) -> Any:
         return self
+
+    def slice(self) -> float:
+        return 0.01
 
     def check(self) -> None:
         raise MismatchError("recv: the ranks made different calls")
@@ -106,15 +107,6 @@ def test_connected_ranks_listen_at_no_port(comm: Any) -> None:
     with comm.dup() as group:
         group.barrier()  # both ranks have connected
         assert listening() == set(), "a stranger's connections would take descriptors"
-
-
-@on_ranks("two")
-def test_gloo_thread_runs_with_batch_scheduling(comm: Any) -> None:
-    schedulers = set()
-    for thread in os.listdir("/proc/self/task"):
-        if Path(f"/proc/self/task/{thread}/comm").read_text().strip() == "gloo_tcp_loop":
-            schedulers.add(os.sched_getscheduler(int(thread)))
-    assert schedulers == {os.SCHED_BATCH}
 
 
 class Apart(GlooBackend):
@@ -225,33 +217,6 @@ def test_forked_child_does_not_wait_for_threads_of_parent(comm: Any) -> None:
         status = os.waitpid(pid, 0)
     comm.barrier()
     assert os.waitstatus_to_exitcode(status[1]) == 7
-
-
-class _Looked:
-    """Stand-in for a communicator's channel that sets an event when the watcher checks its wait."""
-
-    def __init__(self, event: threading.Event) -> None:
-        self._event = event
-
-    def wait(self, *arguments: object, **options: object) -> None:
-        self._event.set()
-        raise RuntimeError("broken")
-
-
-def test_watching_thread_drops_finished_wait() -> None:
-    looked = threading.Event()
-    channel: Any = _Looked(looked)
-    channel_ref = weakref.ref(channel)
-    wait = Blocked(channel, "recv(tag=0)", Deadline(60.0), None)
-    watched.add(wait)
-    assert looked.wait(30.0)
-    watched.remove(wait)
-    del channel, wait
-    end = time.monotonic() + 30.0
-    while channel_ref() is not None and time.monotonic() < end:
-        gc.collect()
-        time.sleep(0.01)
-    assert channel_ref() is None
 
 
 # -- the program exits although its process groups are still busy ------------------------------
