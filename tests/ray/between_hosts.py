@@ -1,4 +1,4 @@
-"""Calls and arrays of actors of two hosts: ``python between_hosts.py`` prints the facts."""
+"""Calls of actors of two hosts: ``python between_hosts.py`` prints the facts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import socket
 from typing import Any
 
-import numpy as np
 import ray
 from ray.util import collective as col
 
@@ -16,7 +15,7 @@ from tests.ray.actors import all_calls
 HOSTS = ("10.77.0.1", "10.77.0.2")
 
 
-@ray.remote(num_cpus=0, enable_tensor_transport=True)
+@ray.remote(num_cpus=0)
 class Actor:
     def join(self, rank: int) -> str:
         col.init_collective_group(2, rank, "collective", "pair")
@@ -28,21 +27,6 @@ class Actor:
     def host(self) -> str:
         return socket.gethostname()
 
-    @ray.method(tensor_transport="collective_numpy")
-    def of_one_host(self) -> Any:
-        return np.ones(3)
-
-    def total(self, x: Any) -> int:
-        return int(x.sum())
-
-
-def error_of(reference: Any) -> str:
-    try:
-        ray.get(reference, timeout=60)
-    except Exception as error:
-        return str(error)
-    return "no error"
-
 
 def main() -> None:
     collective.launch.ray.register()
@@ -51,7 +35,6 @@ def main() -> None:
     first, second = (Actor.options(resources={f"node:{host}": 0.01}).remote() for host in HOSTS)
     ray.get([actor.__ray_call__.remote(_register) for actor in (first, second)])
     facts: dict[str, Any] = {"hosts": ray.get([first.host.remote(), second.host.remote()])}
-    facts["of one host"] = error_of(second.total.remote(first.of_one_host.remote()))
     facts["backends"] = ray.get([first.join.remote(0), second.join.remote(1)], timeout=60)
     for kind in ("numpy", "torch"):
         calls = [actor.calls.remote(kind) for actor in (first, second)]

@@ -14,8 +14,7 @@ from tests.support.interpreter import ROOT
 # Without Ray, test_calls.py alone is collected: it is skipped with one line that says why.
 if importlib.util.find_spec("ray") is None:
     collect_ignore_glob = [
-        "test_arrays.py", "test_failures.py", "test_hosts.py", "test_rays_own.py", "test_run.py",
-        "test_train.py",
+        "test_failures.py", "test_hosts.py", "test_rays_own.py", "test_run.py", "test_train.py",
     ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Ray's actors as ranks: the backend ``collective`` of ``ray.util.collective``.
 
-The import of this module registers the backend in this process, and the transports of arrays
-between actors (:mod:`.arrays`). Ray needs that on the driver and in every actor::
+The import of this module registers the backend in this process. Ray needs that on the driver and
+in every actor::
 
     import collective.launch.ray
     from ray.util import collective as col
@@ -31,7 +31,6 @@ except ImportError as _error:
         f"collective.launch.ray: Ray cannot be imported: {_error}. Try `{install.hint('ray')}`."
     ) from _error
 
-from .arrays import NumpyTransport, SharedArrays, SharedMemoryTransport, register_transports
 from .group import ActorGroup
 from .running import run
 
@@ -40,15 +39,9 @@ __all__ = ["NAME", "ActorGroup", "register", "run"]
 #: Name of the backend for ``ray.util.collective``.
 NAME = "collective"
 
-# Ray's threads import these classes by the names of their modules, perhaps while another thread
-# imports this package. The name of a submodule would be a deadlock: Python locks the submodule and
-# then waits for the package, which waits for the submodule.
-for _kind in (NumpyTransport, SharedArrays, SharedMemoryTransport):
-    _kind.__module__ = __name__
-
 
 def register(actors: Sequence[Any] = ()) -> None:
-    """Register backend and transports in this process, and in the processes of ``actors``.
+    """Register the backend in this process, and in the processes of ``actors``.
 
     A repeated call does nothing. The import of :mod:`collective.launch.ray` calls this function.
 
@@ -70,7 +63,6 @@ def register(actors: Sequence[Any] = ()) -> None:
         ) from error
     if not registry._global_registry.is_registered(NAME):
         registry.register_collective_backend(NAME, ActorGroup)
-    register_transports()
     if actors:
         importlib.import_module("ray").get([a.__ray_call__.remote(_register) for a in actors])
 
