@@ -44,7 +44,7 @@ _BYTE = DTYPES["uint8"]
 _SCALED = frozenset({"float16", "bfloat16", "float32", "float64"})
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 # The operations whose plan knows whether the pieces of all ranks are equally long.
-_PIECES = frozenset({"reduce_scatter", "scatter", "gather", "all_gather"})
+_PIECES = frozenset({"reduce_scatter", "all_gather"})
 _ndarray = np.ndarray
 
 
@@ -67,15 +67,12 @@ class Collectives(Backend):
             for op, code in OPS.items()
             for dtype, number in DTYPES.items()
         }
-        self._scales = True
 
     def _learn(self, library: NcclLibrary) -> None:
         """Record which reductions the installed version of NCCL can do."""
         for key in list(self._codes):
-            code, number = library.op(key[0]), library.dtype(key[1])
-            if code is None or number is None:
+            if library.dtype(key[1]) is None:
                 del self._codes[key]
-        self._scales = library.has("ncclRedOpCreatePreMulSum")
 
     def supports(self, what: str, op: ReduceOp, dtype: DType, ordered: bool) -> bool:
         # The result is the same on all ranks, because all ranks have the same version of NCCL.
@@ -84,7 +81,7 @@ class Collectives(Backend):
         if self._comm is None:
             self._look_ahead()
         if op.factor is not None:
-            return self._scales and dtype.name in _SCALED and ("sum", dtype) in self._codes
+            return dtype.name in _SCALED and ("sum", dtype) in self._codes
         return (op.name, dtype) in self._codes
 
     def _reduction(self, request: Request, deadline: Deadline) -> tuple[int, int]:
@@ -206,29 +203,27 @@ class Collectives(Backend):
             )  # fmt: skip
 
     def _enqueue_scatter(
-        self, request: Request, even: bool, src: Buffer | None, dst: Buffer, deadline: Deadline
+        self, request: Request, src: Buffer | None, dst: Buffer, deadline: Deadline
     ) -> None:
         comm = self._comm or self._open(request, deadline)
-        lengths = _one_or_all(request.elements, even, dst.dtype)
-        if lengths:
-            function: Any = comm.scatter if even else comm.scatter_v
+        lengths = _in_bytes(request.elements, dst.dtype)
+        if any(lengths):
             start = 0 if src is None else src.address
             self._enqueue(
                 dst.array, request, deadline,
-                function, start, dst.address, lengths, _BYTE, request.root,
+                comm.scatter_v, start, dst.address, lengths, _BYTE, request.root,
             )  # fmt: skip
 
     def _enqueue_gather(
-        self, request: Request, even: bool, src: Buffer, dst: Buffer | None, deadline: Deadline
+        self, request: Request, src: Buffer, dst: Buffer | None, deadline: Deadline
     ) -> None:
         comm = self._comm or self._open(request, deadline)
-        lengths = _one_or_all(request.elements, even, src.dtype)
-        if lengths:
-            function: Any = comm.gather if even else comm.gather_v
+        lengths = _in_bytes(request.elements, src.dtype)
+        if any(lengths):
             to = 0 if dst is None else dst.address
             self._enqueue(
                 src.array, request, deadline,
-                function, src.address, to, lengths, _BYTE, request.root,
+                comm.gather_v, src.address, to, lengths, _BYTE, request.root,
             )  # fmt: skip
 
     def _enqueue_all_gather(
@@ -249,15 +244,7 @@ class Collectives(Backend):
         comm = self._comm or self._open(request, deadline)
         sends = _in_bytes(request.elements, src.dtype)
         receives = _in_bytes(request.incoming, src.dtype)
-        # A request with a shape is the same on all ranks. Without a shape each rank has its own
-        # counts: they may be even on one rank and not on another.
-        if request.shape is not None and _even(sends):
-            if sends[0]:
-                self._enqueue(
-                    src.array, request, deadline,
-                    comm.all_to_all, src.address, dst.address, sends[0], _BYTE,
-                )  # fmt: skip
-        elif any(sends) or any(receives):
+        if any(sends) or any(receives):
             self._enqueue(
                 src.array, request, deadline,
                 comm.all_to_all_v, src.address, sends, dst.address, receives, _BYTE,

@@ -1,11 +1,8 @@
 """NCCL communicators: creating, splitting, failing and destroying them.
 
-With NCCL 2.14 or newer communicators are non-blocking: no call waits on the host for other
-ranks. A call returns "in progress", and the caller polls until the call is done. Between polls
-the caller checks the deadline and the ranks' health (``poll``). Older versions block while a
-communicator is initialised or destroyed. A thread does that then; if the deadline passes, the
-thread stays behind until NCCL itself gives up. From 2.18 on only the creation is non-blocking; see
-:meth:`NcclComm.create`.
+The creation of a communicator is non-blocking: no call waits on the host for other ranks. A call
+returns "in progress", and the caller polls until the call is done. Between polls the caller checks
+the deadline and the ranks' health (``poll``). Later calls may block; see :meth:`NcclComm.create`.
 """
 
 from __future__ import annotations
@@ -14,13 +11,12 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from collective.deadline import Deadline
 from collective.errors import CommunicatorAbortedError
 
-from .enqueue import NcclCalls, Poll, patient
+from .enqueue import NcclCalls, Poll
 from .library import NcclLibrary
 from .prototypes import IN_PROGRESS, UniqueId, new_config
 
@@ -73,9 +69,9 @@ class NcclComm(NcclCalls):
     ) -> NcclComm:
         """Join the other ranks that have the same ``unique_id`` (``ncclCommInitRankConfig``).
 
-        From 2.18 on the communicator's later calls may block: they may wait on the host for other
-        ranks, until :meth:`abort`. A non-blocking call would cost a thread of NCCL, which starts
-        the operation and does not know the caller's per-thread stream.
+        The communicator's later calls may block: they may wait on the host for other ranks, until
+        :meth:`abort`. A non-blocking call would cost a thread of NCCL, which starts the operation
+        and does not know the caller's per-thread stream.
 
         Args:
             library: the loaded NCCL.
@@ -91,8 +87,6 @@ class NcclComm(NcclCalls):
         """
         comm = cls(library, rank, size, device)
         comm._initialise(unique_id, poll)
-        if not library.has("ncclCommSplit"):
-            return comm
         child = comm._that_blocks(poll)
         try:
             comm.destroy(poll)
@@ -102,12 +96,11 @@ class NcclComm(NcclCalls):
         return child
 
     def _initialise(self, unique_id: bytes, poll: Poll) -> None:
-        if self.library.has("ncclCommInitRankConfig"):
-            name, config = "ncclCommInitRankConfig", new_config(blocking=0)
-            code = self._begin(name, unique_id, ctypes.addressof(config))
-        else:
-            name = "ncclCommInitRank"
-            code = _in_thread(lambda: self._begin(name, unique_id), poll, self._give_up)
+        name, config = "ncclCommInitRankConfig", new_config(blocking=0)
+        function, identity = self.library.function(name), UniqueId.from_buffer_copy(unique_id)
+        where = ctypes.addressof(self._handle)
+        with self.device.active():
+            code = function(where, self.size, identity, self.rank, ctypes.addressof(config))
         try:
             self._raw = self._handle.value or 0
             if code not in (0, IN_PROGRESS):
@@ -116,13 +109,6 @@ class NcclComm(NcclCalls):
         except BaseException:
             self._give_up()
             raise
-
-    def _begin(self, name: str, unique_id: bytes, *config: int) -> int:
-        function, identity = self.library.function(name), UniqueId.from_buffer_copy(unique_id)
-        with self.device.active():
-            where = ctypes.addressof(self._handle)
-            code: int = function(where, self.size, identity, self.rank, *config)
-        return code
 
     def _give_up(self) -> None:
         self._raw = self._handle.value or 0
@@ -139,8 +125,8 @@ class NcclComm(NcclCalls):
         with self.device.active(), self._lock:
             code = split(self._living(name), 0, self.rank, new, ctypes.addressof(config))
         try:
-            if code:
-                self._in_progress(code, name)
+            if code not in (0, IN_PROGRESS):
+                self._refuse(code, name)
             # NCCL may continue in the background and write the child's handle later. So wait for
             # this communicator before reading the handle, and then wait for the child before using
             # it.
@@ -180,28 +166,15 @@ class NcclComm(NcclCalls):
         finally:
             self._lock.release()
 
-    def settle(self, poll: Poll) -> None:
-        """Wait until NCCL has enqueued the calls made so far.
-
-        Args:
-            poll: as for :meth:`create`.
-
-        Raises:
-            BackendError: NCCL could not enqueue them.
-            CommunicatorAbortedError: the communicator was aborted meanwhile.
-        """
-        self._ready("settle", poll)
-
-    def _in_progress(self, code: int, name: str) -> bool:
-        if code == IN_PROGRESS:
-            return not self._depth  # in a group, the result of group_end() counts
+    def _refuse(self, code: int, name: str) -> None:
         self._living(name)
         self._check(code, name)
-        return False
 
     def _finish(self, code: int, name: str, poll: Poll) -> None:
-        if code and self._in_progress(code, name):
+        if code == IN_PROGRESS:
             self._ready(name, poll)
+        elif code:
+            self._refuse(code, name)
 
     def _ready(self, name: str, poll: Poll) -> None:
         """Wait until nothing is in progress any more; raise the error that it ended with."""
@@ -275,13 +248,6 @@ class NcclComm(NcclCalls):
 
     def _destroy(self, poll: Poll) -> None:
         destroy = self.library.function("ncclCommDestroy")
-        if not self.library.has("ncclCommFinalize"):
-            # In these versions ncclCommDestroy itself waits for the enqueued operations, and poll
-            # cannot end that wait. So a thread calls it, and stays behind if poll gives up.
-            raw = self._take()
-            code = _in_thread(lambda: self._on_device(destroy, raw), poll, patient)
-            self.library.check(code, f"ncclCommDestroy of rank {self.rank}")
-            return
         finalize = self.library.function("ncclCommFinalize")
         with self._lock:
             code = finalize(self._living("ncclCommFinalize"))
@@ -291,49 +257,8 @@ class NcclComm(NcclCalls):
         code = destroy(raw) if raw else 0
         self.library.check(code, f"ncclCommDestroy of rank {self.rank}")
 
-    def _on_device(self, function: Callable[[int], int], raw: int) -> int:
-        with self.device.active():
-            return function(raw)
-
     def _take(self) -> int:
         """Return the handle to the caller that ends the communicator, 0 to every later caller."""
         with self._ending:
             raw, self._raw = self._raw, 0
         return raw
-
-
-def _in_thread(work: Callable[[], int], poll: Poll, undo: Callable[[], None]) -> int:
-    """Run a blocking function in a thread; return its result code.
-
-    Args:
-        work: the function that blocks.
-        poll: called meanwhile; if it raises, the thread stays behind.
-        undo: called when the work is done although ``poll`` has given up.
-    """
-    # Under the lock, each of the two threads records that it is done and checks whether the other
-    # one is. The later one undoes the work, so the work is undone exactly once.
-    lock, done = threading.Lock(), threading.Event()
-    codes: list[int] = []
-    unwanted = False
-
-    def run() -> None:
-        code = work()
-        with lock:
-            codes.append(code)
-            done.set()
-            late = unwanted
-        if late:
-            undo()
-
-    threading.Thread(target=run, name="collective-nccl-blocking", daemon=True).start()
-    try:
-        while not done.wait(_STEP_S):
-            poll()
-    except BaseException:
-        with lock:
-            unwanted = True
-            early = bool(codes)
-        if early:
-            undo()
-        raise
-    return codes[0]

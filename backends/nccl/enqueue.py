@@ -1,13 +1,11 @@
 """NCCL's operations on one communicator, as calls with plain integers.
 
-Pointers, streams and NCCL's codes are ints; counts are numbers of elements. A call returns False
-once the operation is on its stream, and True while NCCL is still enqueuing it. Then the caller
-must settle the communicator before the next call on it. In a group no operation starts before the
-group's end, and the result of the end counts.
+Pointers, streams and NCCL's codes are ints; counts are numbers of elements. A call returns once the
+operation is on its stream. In a group no operation starts before the group's end, and the result of
+the end counts.
 
-Versions before 2.28 lack all-to-all, gather and scatter; there these operations are grouped
-messages. The methods with ``_v`` take one count per rank. They are groups in every version,
-because the choice between a group and a single call must not depend on one rank's counts.
+All-to-all, gather and scatter are grouped messages. The methods with ``_v`` take one count per
+rank.
 """
 
 from __future__ import annotations
@@ -76,13 +74,9 @@ class NcclCalls:
         self._all_gather = library.function("ncclAllGather")
         self._send = library.function("ncclSend")
         self._recv = library.function("ncclRecv")
-        exchanges = ("ncclAlltoAll", "ncclGather", "ncclScatter")
-        self._all_to_all, self._gather, self._scatter = (
-            library.function(name) if library.has(name) else None for name in exchanges
-        )
 
-    def _in_progress(self, code: int, name: str) -> bool:
-        """Return whether a result code other than success means "in progress"; raise an error."""
+    def _refuse(self, code: int, name: str) -> None:
+        """Raise the error of a call that a result code other than success means."""
         raise NotImplementedError
 
     def _living(self, name: str) -> int:
@@ -108,13 +102,14 @@ class NcclCalls:
         code = self._group_start()
         if code:
             self._leave_group()
-            self._in_progress(code, "ncclGroupStart")
+            self._refuse(code, "ncclGroupStart")
 
-    def group_end(self) -> bool:
-        """Start the calls since :meth:`group_start`; return whether NCCL is still enqueuing."""
+    def group_end(self) -> None:
+        """Start the calls since :meth:`group_start`."""
         code = self._group_end()
         self._leave_group()
-        return self._in_progress(code, "ncclGroupEnd") if code else False
+        if code:
+            self._refuse(code, "ncclGroupEnd")
 
     def _leave_group(self) -> None:
         self._depth -= 1
@@ -122,109 +117,86 @@ class NcclCalls:
 
     # -- one NCCL call each, with no layer between: every microsecond adds to the latency -------
 
-    def all_reduce(self, src: int, dst: int, count: int, dtype: int, op: int, stream: int) -> bool:
+    def all_reduce(self, src: int, dst: int, count: int, dtype: int, op: int, stream: int) -> None:
         """Fold ``count`` elements of all ranks' ``src`` into every ``dst``."""
         self._inside = 1
         code = self._all_reduce(src, dst, count, dtype, op, self._raw, stream)
         self._inside = self._depth
-        return self._in_progress(code, "ncclAllReduce") if code else False
+        if code:
+            self._refuse(code, "ncclAllReduce")
 
-    def broadcast(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> bool:
+    def broadcast(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> None:
         """Copy ``src`` of ``root`` into every ``dst``."""
         self._inside = 1
         code = self._broadcast(src, dst, count, dtype, root, self._raw, stream)
         self._inside = self._depth
-        return self._in_progress(code, "ncclBroadcast") if code else False
+        if code:
+            self._refuse(code, "ncclBroadcast")
 
     def reduce(
         self, src: int, dst: int, count: int, dtype: int, op: int, root: int, stream: int
-    ) -> bool:
+    ) -> None:
         """Fold all ranks' ``src`` into ``dst`` of ``root``; elsewhere ``dst`` may be 0."""
         self._inside = 1
         code = self._reduce(src, dst, count, dtype, op, root, self._raw, stream)
         self._inside = self._depth
-        return self._in_progress(code, "ncclReduce") if code else False
+        if code:
+            self._refuse(code, "ncclReduce")
 
     def reduce_scatter(
         self, src: int, dst: int, count: int, dtype: int, op: int, stream: int
-    ) -> bool:
+    ) -> None:
         """Fold all ranks' ``src`` of ``size * count`` elements; put part ``rank`` into ``dst``."""
         self._inside = 1
         code = self._reduce_scatter(src, dst, count, dtype, op, self._raw, stream)
         self._inside = self._depth
-        return self._in_progress(code, "ncclReduceScatter") if code else False
+        if code:
+            self._refuse(code, "ncclReduceScatter")
 
-    def all_gather(self, src: int, dst: int, count: int, dtype: int, stream: int) -> bool:
+    def all_gather(self, src: int, dst: int, count: int, dtype: int, stream: int) -> None:
         """Concatenate all ranks' ``src`` of ``count`` elements in every ``dst``."""
         self._inside = 1
         code = self._all_gather(src, dst, count, dtype, self._raw, stream)
         self._inside = self._depth
-        return self._in_progress(code, "ncclAllGather") if code else False
+        if code:
+            self._refuse(code, "ncclAllGather")
 
-    def send(self, src: int, count: int, dtype: int, peer: int, stream: int) -> bool:
+    def send(self, src: int, count: int, dtype: int, peer: int, stream: int) -> None:
         """Send ``src`` to rank ``peer``."""
         self._inside = 1
         code = self._send(src, count, dtype, peer, self._raw, stream)
         self._inside = self._depth
-        return self._in_progress(code, "ncclSend") if code else False
+        if code:
+            self._refuse(code, "ncclSend")
 
-    def recv(self, dst: int, count: int, dtype: int, peer: int, stream: int) -> bool:
+    def recv(self, dst: int, count: int, dtype: int, peer: int, stream: int) -> None:
         """Receive ``dst`` from rank ``peer``."""
         self._inside = 1
         code = self._recv(dst, count, dtype, peer, self._raw, stream)
         self._inside = self._depth
-        return self._in_progress(code, "ncclRecv") if code else False
-
-    def all_to_all(self, src: int, dst: int, count: int, dtype: int, stream: int) -> bool:
-        """Send part ``j`` of ``src``, ``count`` elements, to rank ``j``, into other memory."""
-        if self._all_to_all is None:
-            counts = [count] * self.size
-            return self.all_to_all_v(src, counts, dst, counts, dtype, stream)
-        self._inside = 1
-        code = self._all_to_all(src, dst, count, dtype, self._raw, stream)
-        self._inside = self._depth
-        return self._in_progress(code, "ncclAlltoAll") if code else False
-
-    def gather(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> bool:
-        """Concatenate all ranks' ``src`` of ``count`` elements in ``dst`` of ``root``."""
-        if self._gather is None:
-            return self.gather_v(src, dst, [count] * self.size, dtype, root, stream)
-        self._inside = 1
-        code = self._gather(src, dst, count, dtype, root, self._raw, stream)
-        self._inside = self._depth
-        return self._in_progress(code, "ncclGather") if code else False
-
-    def scatter(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> bool:
-        """Send part ``j`` of the root's ``src``, ``count`` elements, to ``dst`` of rank ``j``."""
-        if self._scatter is None:
-            return self.scatter_v(src, dst, [count] * self.size, dtype, root, stream)
-        self._inside = 1
-        code = self._scatter(src, dst, count, dtype, root, self._raw, stream)
-        self._inside = self._depth
-        return self._in_progress(code, "ncclScatter") if code else False
+        if code:
+            self._refuse(code, "ncclRecv")
 
     # -- with one count per rank: groups ----------------------------------------------------
 
     def all_gather_v(
         self, src: int, dst: int, counts: Sequence[int], dtype: int, stream: int
-    ) -> bool:
+    ) -> None:
         """Concatenate all ranks' ``src``, of ``counts[rank]`` elements, in every ``dst``."""
-        with self.group() as group:
+        with self.group():
             for rank, start, count in _parts(dst, counts, dtype):
                 self.broadcast(
                     src if rank == self.rank else start, start, count, dtype, rank, stream
                 )
-        return group.pending
 
     def reduce_scatter_v(
         self, src: int, dst: int, counts: Sequence[int], dtype: int, op: int, stream: int
-    ) -> bool:
+    ) -> None:
         """Fold all ranks' ``src`` of ``sum(counts)`` elements; put part ``rank`` into ``dst``."""
-        with self.group() as group:
+        with self.group():
             for rank, start, count in _parts(src, counts, dtype):
                 own = dst if rank == self.rank else 0
                 self.reduce(start, own, count, dtype, op, rank, stream)
-        return group.pending
 
     def all_to_all_v(
         self,
@@ -234,20 +206,19 @@ class NcclCalls:
         recv_counts: Sequence[int],
         dtype: int,
         stream: int,
-    ) -> bool:
+    ) -> None:
         """Send part ``j`` of ``src`` to rank ``j``; concatenate what arrives in ``dst``."""
-        with self.group() as group:
+        with self.group():
             for rank, start, count in _parts(src, send_counts, dtype):
                 self.send(start, count, dtype, rank, stream)
             for rank, start, count in _parts(dst, recv_counts, dtype):
                 self.recv(start, count, dtype, rank, stream)
-        return group.pending
 
     def gather_v(
         self, src: int, dst: int, counts: Sequence[int], dtype: int, root: int, stream: int
-    ) -> bool:
+    ) -> None:
         """Concatenate all ranks' ``src``, of ``counts[rank]`` elements, in ``dst`` of ``root``."""
-        with self.group() as group:
+        with self.group():
             parts = list(_parts(dst, counts, dtype)) if self.rank == root else []
             own = next((start for rank, start, _ in parts if rank == root), 0)
             if own != src and counts[self.rank]:
@@ -255,13 +226,12 @@ class NcclCalls:
             for rank, start, count in parts:
                 if start != src or rank != root:  # else in place: the data is there already
                     self.recv(start, count, dtype, rank, stream)
-        return group.pending
 
     def scatter_v(
         self, src: int, dst: int, counts: Sequence[int], dtype: int, root: int, stream: int
-    ) -> bool:
+    ) -> None:
         """Send part ``j`` of the root's ``src``, ``counts[j]`` elements, to rank ``j``."""
-        with self.group() as group:
+        with self.group():
             parts = list(_parts(src, counts, dtype)) if self.rank == root else []
             own = next((start for rank, start, _ in parts if rank == root), 0)
             for rank, start, count in parts:
@@ -269,7 +239,6 @@ class NcclCalls:
                     self.send(start, count, dtype, rank, stream)
             if own != dst and counts[self.rank]:
                 self.recv(dst, counts[self.rank], dtype, root, stream)
-        return group.pending
 
     # -- NCCL's operators and memory ---------------------------------------------------------
 
@@ -384,17 +353,12 @@ class CallGroup:
     If the body raises, the calls made before start nevertheless, since NCCL cannot take them
     back. The other ranks may then wait for the missing calls, so the caller must abort the
     communicator.
-
-    Attributes:
-        pending: after the body, whether NCCL is still enqueuing. If so, the caller must settle the
-            communicator before its next call.
     """
 
-    __slots__ = ("_comm", "pending")
+    __slots__ = ("_comm",)
 
     def __init__(self, comm: NcclCalls) -> None:
         self._comm = comm
-        self.pending = False
 
     def __enter__(self) -> CallGroup:
         self._comm.group_start()
@@ -410,4 +374,4 @@ class CallGroup:
         code = comm._group_end()
         comm._leave_group()
         if code and kind is None:
-            self.pending = comm._in_progress(code, "ncclGroupEnd")
+            comm._refuse(code, "ncclGroupEnd")

@@ -13,7 +13,7 @@ from typing import Any
 from collective.errors import BackendError, BackendUnavailableError, UnsupportedError
 from collective.memory.dtypes import DType
 
-from .prototypes import DTYPES, FUNCTIONS, IN_PROGRESS, OLDEST, OPS, RESULTS, UniqueId, version_text
+from .prototypes import DTYPES, FUNCTIONS, IN_PROGRESS, OLDEST, RESULTS, UniqueId, version_text
 
 __all__ = ["FEATURES", "VARIABLE", "NcclLibrary", "find", "install_command", "load"]
 
@@ -24,16 +24,8 @@ _SONAME = "libnccl.so.2"
 #: The features in which versions differ, for ``collective doctor``. A value is the name of the
 #: function that a feature came with, or the code of the first version that has the feature.
 FEATURES: dict[str, str | int] = {
-    "avg": 21003,
-    "bfloat16": 21003,
-    "premul_sum": "ncclRedOpCreatePreMulSum",
-    "non-blocking": "ncclCommInitRankConfig",
-    "split": "ncclCommSplit",
-    "register": "ncclCommRegister",
     "fp8": 22403,
-    "shrink": 22703,
     "windows": "ncclCommWindowRegister",
-    "alltoall": "ncclAlltoAll",
 }
 
 # The linker's cache, which holds paths that end with a zero byte.
@@ -59,7 +51,7 @@ class NcclLibrary:
         self.check(self.function("ncclGetVersion")(ctypes.byref(version)), "ncclGetVersion")
         self.version = version.value
         self.text = version_text(version.value)
-        if not self.has("ncclSend"):
+        if self.version < OLDEST:
             raise BackendUnavailableError(
                 f"nccl: {path} is NCCL {self.text}; {version_text(OLDEST)} is the oldest version "
                 f"that is supported. Install a newer one: {install_command()}"
@@ -115,9 +107,7 @@ class NcclLibrary:
     def words(self, code: int, what: str, comm: int = 0) -> str:
         """Return the text of the error that :meth:`check` raises."""
         general = _decoded(self.function("ncclGetErrorString")(code))
-        last = ""
-        if self.has("ncclGetLastError"):
-            last = _decoded(self.function("ncclGetLastError")(comm))
+        last = _decoded(self.function("ncclGetLastError")(comm))
         message = f"{general}: {last}" if last else general
         name = RESULTS.get(code, "ncclResult_t")
         return f"{what}: {message.rstrip('. ')} ({name}, {code}; NCCL {self.text}). " + _remedy(
@@ -136,15 +126,6 @@ class NcclLibrary:
         if feature in FEATURES and not self.has(feature):
             return None
         return DTYPES.get(dtype.name)
-
-    def op(self, name: str) -> int | None:
-        """Return NCCL's code of a reduction, None if this library has none for it.
-
-        ``premul_sum`` has none: :meth:`NcclComm.premul_sum` makes an operator for each factor.
-        """
-        if name == "avg" and not self.has("avg"):
-            return None
-        return OPS.get(name)
 
 
 def load(path: str = "") -> NcclLibrary:

@@ -1,8 +1,8 @@
 """GPU memory that is registered with NCCL, so that NCCL can reduce there without a copy.
 
-From NCCL 2.27 on the ranks register the memory as one window. From 2.19 on each rank registers its
-own. Before that it is ordinary memory. The memory is freed after its array is dropped, once the
-streams that this transport knows have reached that point. NCCL's communicator may be gone by then.
+From NCCL 2.27 on the ranks register the memory as one window. Before that each rank registers its
+own. The memory is freed after its array is dropped, once the streams that this transport knows have
+reached that point. NCCL's communicator may be gone by then.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collective import cuda
 from collective.deadline import Deadline
 from collective.errors import AllocationError, BackendError, CollectiveError
 from collective.memory.device_array import DeviceArray
@@ -41,26 +40,16 @@ class _DeviceBlock:
         self.comm = comm
         self.device = device
         self.nbytes = -(-nbytes // _PAGE) * _PAGE
-        self.address = 0
         self._leave: Callable[[], None] | None = None
-        self._memory: cuda.Memory | None = None
-        self._free: Callable[[], None] | None = None
-        if comm.library.has("ncclMemAlloc"):
-            self.address = address = comm.mem_alloc(self.nbytes)
-            self._free = lambda: comm.mem_free(address)
-        else:
-            stream = device.stream(0)
-            self._memory = cuda.allocate(device, self.nbytes, stream)
-            self.address = self._memory.address
-            stream.synchronize()  # other streams may use it
+        self.address = comm.mem_alloc(self.nbytes)
 
     def register(self) -> None:
         """Register the block with NCCL. Collective: all ranks."""
-        comm, library = self.comm, self.comm.library
-        if library.has("ncclCommWindowRegister"):
+        comm = self.comm
+        if comm.library.has("windows"):
             window = comm.window(self.address, self.nbytes)
             self._leave = lambda: comm.close_window(window)
-        elif library.has("ncclCommRegister"):
+        else:
             handle = comm.register(self.address, self.nbytes)
             self._leave = lambda: comm.deregister(handle)
 
@@ -74,10 +63,8 @@ class _DeviceBlock:
     def free(self) -> None:
         """Deregister the block and free its memory."""
         self.leave()
-        free, self._free, self._memory = self._free, None, None
-        if free is not None:
-            with contextlib.suppress(CollectiveError):  # the GPU may be broken
-                free()
+        with contextlib.suppress(CollectiveError):  # the GPU may be broken
+            self.comm.mem_free(self.address)
 
 
 class Blocks:

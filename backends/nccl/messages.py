@@ -293,7 +293,7 @@ class NcclMessages:
         direction.await_turn(number, wait)
         if direction.comm is None:
             self._open(direction, call)
-        self._enqueue(direction, buffer, call, wait)
+        self._enqueue(direction, buffer, call)
         # After an error the turn does not end: the error has broken the channel, so the threads
         # that wait for their turns raise.
         direction.end_turn()
@@ -313,9 +313,7 @@ class NcclMessages:
         direction.stream = call.stream.device.new_stream()
         direction.comm = comm
 
-    def _enqueue(
-        self, direction: _Direction, buffer: Buffer, call: _MessageCall, wait: Wait
-    ) -> None:
+    def _enqueue(self, direction: _Direction, buffer: Buffer, call: _MessageCall) -> None:
         comm, stream, watch = direction.comm, direction.stream, self._watch
         assert comm is not None
         assert stream is not None
@@ -328,8 +326,7 @@ class NcclMessages:
             watch.wake()
         try:
             self._channel.check(call.where, ())
-            if function(buffer.address, buffer.nbytes, _UINT8, peer, stream.handle):
-                comm.settle(wait.check)
+            function(buffer.address, buffer.nbytes, _UINT8, peer, stream.handle)
             event = stream.record()
             call.stream.wait(event)
             watch.add(Pending(event, stream, asked))

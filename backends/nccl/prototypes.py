@@ -24,9 +24,9 @@ __all__ = [
     "version_text",
 ]
 
-#: The oldest version that is supported: the first one with messages between two ranks, which the
-#: transport needs.
-OLDEST = 2703
+#: The oldest version that is supported: the first one that splits communicators and registers
+#: memory.
+OLDEST = 21901
 
 #: Value of a configuration field that lets NCCL choose (``INT_MIN``).
 UNDEFINED = -(2**31)
@@ -148,7 +148,6 @@ FUNCTIONS: dict[str, Prototype] = {
     "ncclGetErrorString": Prototype((_int,), 2000, ctypes.c_char_p),
     "ncclGetLastError": Prototype((_comm,), 21304, ctypes.c_char_p),
     # communicators
-    "ncclCommInitRank": Prototype((_pointer, _int, UniqueId, _rank), 2000),
     "ncclCommInitRankConfig": Prototype((_pointer, _int, UniqueId, _rank, _pointer), 21403),
     "ncclCommSplit": Prototype((_comm, _int, _int, _pointer, _pointer), 21801),
     "ncclCommFinalize": Prototype((_comm,), 21403),
@@ -169,9 +168,6 @@ FUNCTIONS: dict[str, Prototype] = {
     "ncclAllGather": Prototype((_pointer, _pointer, _size, _dtype, _comm, _stream), 2000),
     "ncclSend": Prototype((_pointer, _size, _dtype, _rank, _comm, _stream), 2703),
     "ncclRecv": Prototype((_pointer, _size, _dtype, _rank, _comm, _stream), 2703),
-    "ncclAlltoAll": Prototype((_pointer, _pointer, _size, _dtype, _comm, _stream), 22803),
-    "ncclGather": Prototype((_pointer, _pointer, _size, _dtype, _rank, _comm, _stream), 22803),
-    "ncclScatter": Prototype((_pointer, _pointer, _size, _dtype, _rank, _comm, _stream), 22803),
     # memory
     "ncclMemAlloc": Prototype((_pointer, _size), 21901),
     "ncclMemFree": Prototype((_pointer,), 21901),

@@ -251,8 +251,7 @@ class NcclBackend(Collectives, Monitored):
         try:
             if channel.failure is not None:
                 channel.check(request)
-            if function(*args, stream.handle):
-                self._settle(asked)
+            function(*args, stream.handle)
             watch.add(_tuple(Pending, (stream.record(), stream, asked)))
         except (BackendError, CommunicatorAbortedError) as error:
             raise self._explained(error, request) from error
@@ -270,12 +269,6 @@ class NcclBackend(Collectives, Monitored):
             return error
         self.channel.compare()  # NCCL notices some calls that do not match
         return self.channel.explain(call, error)
-
-    def _settle(self, asked: Asked) -> None:
-        """Wait until NCCL has enqueued the operation; NCCL may first have to connect the ranks."""
-        assert self._comm is not None
-        wait = self.channel.wait(asked.where, asked.deadline, sequence=asked.sequence)
-        self._comm.settle(wait.check)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -308,7 +301,7 @@ class NcclBackend(Collectives, Monitored):
                 batch.end()
             raise
         try:
-            batch.end(settle=self._settle)
+            batch.end(watched=True)
         except (BackendError, CommunicatorAbortedError) as error:
             raise self._explained(error, asked.where) from error
 

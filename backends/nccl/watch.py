@@ -353,21 +353,17 @@ class Batch:
             self._comm = comm
         self._last[stream.handle] = stream, asked
 
-    def end(self, settle: Callable[[Asked], None] | None = None) -> None:
+    def end(self, watched: bool = False) -> None:
         """End the group, so that NCCL enqueues the calls.
 
         Args:
-            settle: waits until NCCL has enqueued the calls, which are then watched; if None, the
-                communicator is broken, so the calls are not watched.
+            watched: whether to watch the calls. If the communicator is broken, nobody needs that.
         """
         assert self._comm is not None
-        assert self.asked is not None
         watch = self._watch
         try:
-            pending = self._comm.group_end()
-            if settle is not None:
-                if pending:
-                    settle(self.asked)
+            self._comm.group_end()
+            if watched:
                 for stream, asked in self._last.values():
                     watch.add(Pending(stream.record(), stream, asked))
         finally:

@@ -50,8 +50,7 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 # Calls of NCCL that move data.
-_MOVES = ("ncclAll", "ncclBroadcast", "ncclReduce", "ncclSend", "ncclRecv", "ncclGather(",
-          "ncclScatter(")  # fmt: skip
+_MOVES = ("ncclAll", "ncclBroadcast", "ncclReduce", "ncclSend", "ncclRecv")
 
 
 class Gpus(FakeNccl):

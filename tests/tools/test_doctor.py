@@ -732,10 +732,10 @@ def test_report_describes_working_nccl(healthy_run: dict[str, Any]) -> None:
     assert len(report["gpus"]["devices"]) == 4
     assert (nccl["version"], nccl["path"]) == ("2.19.4", fakes.library_path(21904))
     lacking = {name for name, there in nccl["features"].items() if not there}
-    assert lacking == {"fp8", "shrink", "windows", "alltoall"}
+    assert lacking == {"fp8", "windows"}
     shown = text(report)
     assert re.search(r"^  nccl +works; two ranks", shown, re.MULTILINE)
-    assert re.search(r"^  lacks +fp8, shrink, windows, alltoall$", shown, re.MULTILINE)
+    assert re.search(r"^  lacks +fp8, windows$", shown, re.MULTILINE)
 
 
 @needs_fakes
