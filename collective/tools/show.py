@@ -377,25 +377,18 @@ def write(path: Path | None, content: Mapping[str, Any]) -> None:
 # -- output files: unusable files are refused early, and errors have no traceback ------------------
 
 
-def check_file(option: str, path: Path | None, suffixes: Collection[str] = ()) -> None:
+def check_file(option: str, path: Path | None) -> None:
     """Refuse a file that cannot be written.
 
     Args:
         option: option that names the file, such as ``--json``.
         path: the file; None if the option is not given.
-        suffixes: known suffixes without the dot; empty if any suffix will do.
 
     Raises:
-        InvalidArgumentError: its directory does not exist, or the file cannot be written, or its
-            suffix is unknown.
+        InvalidArgumentError: its directory does not exist, or the file cannot be written.
     """
     if path is None:
         return
-    if suffixes and path.suffix[1:].lower() not in suffixes:
-        raise InvalidArgumentError(
-            f"{option} {path}: its suffix {path.suffix!r} is not a known format; use one of "
-            f"{', '.join(sorted(suffixes))}."
-        )
     try:
         _try(path)
     except OSError as error:

@@ -78,7 +78,7 @@ def test_hint_extras_exist_in_pyproject() -> None:
         for file in SOURCES
         for extra in re.findall(r"\bhint\([\"'](\w+)[\"']\)", file.read_text())
     }
-    assert {"torch", "mpi", "nccl", "bench"} <= named  # the regex works
+    assert {"torch", "mpi", "nccl"} <= named  # the regex works
     assert named <= set(PROJECT["optional-dependencies"])
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from collective.install import hint
 from tests import warm
 from tests.support.interpreter import run_python
 
@@ -56,13 +55,10 @@ def test_bench_measures_all_requests_by_both_methods(everything: Path) -> None:
     }
 
 
-def test_bench_shows_and_plots_an_earlier_run(everything: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = everything / "run.png"
-    shown = run("--from", everything / "run.json", "--plot", picture)
+def test_bench_shows_an_earlier_run(everything: Path) -> None:
+    shown = run("--from", everything / "run.json")
     assert "all_reduce, float32, 2 ranks: bandwidth" in shown
     assert "no environment of nosuch" in shown
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_measures_tensors_of_bfloat16() -> None:
@@ -72,16 +68,6 @@ def test_bench_measures_tensors_of_bfloat16() -> None:
     assert "all_reduce, bfloat16, 2 ranks: latency" in shown
     assert re.search(r"^1 KiB +shm symmetric torch ", shown, re.MULTILINE)
     assert "bandwidth" not in shown
-
-
-def test_bench_plot_without_matplotlib_names_install_command() -> None:
-    program = (
-        "import sys; sys.modules['matplotlib'] = None; from collective.tools.cli.main import main; "
-        "sys.exit(main(['bench', '--plot', 'x.png']))"
-    )
-    done = run_python("-c", program)
-    assert done.returncode == 2
-    assert hint("bench") in done.stderr
 
 
 def test_bench_reports_output_of_contestant_that_does_not_start(tmp_path: Path) -> None:

