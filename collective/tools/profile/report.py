@@ -37,8 +37,8 @@ def show(out: Output, found: Profile) -> None:
         out.say(f"- {note}")
     if found.steps is None:
         out.say(
-            "\nNo training steps found: nothing marks them. Call collective.profile.step() once in "
-            "each step."
+            "\nNo training steps found: nothing marks them, and no loop of calls repeats "
+            "often enough. Call collective.profile.step() once in each step."
         )
         return
     _show_steps(out, found.steps, judge(found.steps, found.ranks))
