@@ -1,8 +1,8 @@
-"""A sum that the last process does not make as the others do; prints each process's errors.
+"""A call that the last process does not make as the others do; prints each process's errors.
 
 The argument is what the last process does: ``kill``, ``late``, ``differ``, or ``lengths`` for a
-gather of more elements than the others have. With ``forced`` every process has two devices. With ``elsewhere`` XLA makes the communicators over its Gloo, although the
-plug-in announces them.
+gather of more elements than the others have. With ``forced`` every process has two devices. With
+``elsewhere`` XLA makes the communicators over its Gloo, although the plug-in announces them.
 """
 
 from __future__ import annotations
