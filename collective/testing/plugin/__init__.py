@@ -118,8 +118,8 @@ def _wanted(node: pytest.Item) -> _Wanted | None:
             found = read(*mark.args, **mark.kwargs)
         except TypeError as error:
             raise pytest.Collector.CollectError(
-                f"{node.nodeid}: the mark {name} is wrong: "
-                f"{str(error).removeprefix(f'{read.__name__}() ')}. Write {line.partition(': ')[0]}."
+                f"{node.nodeid}: the mark {name} is wrong: {str(error).split('() ')[-1]}. Write "
+                f"{line.partition(': ')[0]}."
             ) from None
         for other in left if found else ():
             if node.get_closest_marker(other) is not None:
