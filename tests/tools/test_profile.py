@@ -190,6 +190,7 @@ BUCKETS = [(0.001, 9)] * 19
         pytest.param([(0.5 + 0.4 * (n % 3), 9) for n in range(9)], 8, 0.9, id="uneven work"),
         # Sums of losses every ten steps.
         pytest.param(([(0.5, 7), (0.0, 9)] * 10 + [(0.0, 12)]) * 5, 45, 0.5, id="losses"),
+        pytest.param([(0.5, 7)] * 20 + [(0.1, 12)] * 9, 19, 0.5, id="one evaluation"),
         pytest.param(([(0.5, 7)] * 20 + [(0.1, 12)] * 9) * 3, 57, 0.5, id="evaluations"),
     ],
 )
@@ -211,7 +212,14 @@ def test_steps_without_marks_end_at_same_calls_on_all_ranks():
 
 
 @pytest.mark.parametrize(
-    "calls", [[], [(0.5, 9)] * 3, [(0.5, 9), (0.1, 12)] * 3, [(0.1, n) for n in range(30)]]
+    "calls",
+    [
+        [],
+        [(0.5, 9)] * 3,
+        [(0.5, 9), (0.1, 12)] * 3,
+        [(0.1, n) for n in range(30)],
+        [(0.1, n // 5) for n in range(60)],
+    ],
 )
 def test_calls_without_marks_or_repetitions_are_no_steps(calls):
     assert profile([in_turn(n, *calls) for n in range(2)]).steps is None

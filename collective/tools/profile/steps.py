@@ -26,6 +26,8 @@ _MARKS = {
 }
 # A program has steps if there are this many marks, or repetitions of a loop.
 _FEWEST = 4
+# Share of all calls that a loop must have. A few calls repeat in any program.
+_PART = 0.25
 # Maximum length of a loop, in runs of equal calls.
 _LONGEST = 2048
 # Share of the bursts of equal calls that must have the same length.
@@ -62,6 +64,10 @@ class _Loop(NamedTuple):
     @property
     def repetitions(self) -> int:
         return sum(len(ends) for _, ends in self.visits)
+
+    @property
+    def calls(self) -> int:
+        return sum(int(ends[-1]) - first + 1 for first, ends in self.visits)
 
 
 def find(traces: Sequence[RankTrace]) -> Steps | None:
@@ -113,22 +119,22 @@ def _numbered(values: Sequence[tuple[Any, ...]]) -> Vector:
 
 
 def _loops(symbols: Vector) -> Iterator[_Loop]:
-    """Yield the loops with enough repetitions, the shortest first."""
+    """Yield the loops with enough repetitions and calls, the shortest first."""
     if not len(symbols):
         return
     first = np.flatnonzero(np.concatenate(([True], symbols[1:] != symbols[:-1])))
     last = np.concatenate((first[1:], [len(symbols)])) - 1
     runs = symbols[first]
-    for period in range(1, min(_LONGEST, len(runs) // _FEWEST if len(runs) > 1 else 1) + 1):
+    for period in range(1, max(1, min(_LONGEST, len(runs) // _FEWEST)) + 1):
         # The same calls in the same loop are the same loop, wherever the trace enters it.
         loops: dict[tuple[int, ...], _Loop] = {}
         for start, ends in _visits(runs, first, last, period):
             block = runs[start : start + period].tolist()
-            if any(block == block[d:] + block[:d] for d in range(1, period) if not period % d):
-                continue  # a shorter loop
             loop = loops.setdefault(tuple(sorted(block)), _Loop(block, []))
             loop.visits.append((int(first[start]), ends))
-        yield from (loop for loop in loops.values() if loop.repetitions >= _FEWEST)
+        for loop in loops.values():
+            if loop.repetitions >= _FEWEST and loop.calls >= _PART * len(symbols):
+                yield loop
 
 
 def _visits(runs: Vector, first: Vector, last: Vector, period: int) -> Iterator[tuple[int, Vector]]:
