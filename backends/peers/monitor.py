@@ -286,7 +286,8 @@ def _find(world: World, deadline: Deadline) -> _Joined:
         except NotPublishedError as error:
             raise _absent(world, deadline) from error
         except RendezvousError as error:  # the store cannot be used; its error says why
-            raise RendezvousError(f"{error} [rank {world.rank} of {world.size}]") from error
+            text = f"{error} [rank {world.rank} of {world.size}]"
+            raise RendezvousError(text) from error.__cause__
         address, key = _read(world, published)
         try:
             return _join(world, address, key, deadline)

@@ -202,7 +202,7 @@ class WrappedStore(Store):
         except RendezvousError as error:
             if name == key:
                 raise
-            raise type(error)(str(error).replace(name, key)) from error
+            raise type(error)(str(error).replace(name, key)) from error.__cause__
 
 
 class PrefixedStore(WrappedStore):

@@ -313,10 +313,15 @@ class _Meeting:
         """
         # The transport may have noticed a loss before the launcher has told of it.
         word = deadline.within(_WORD_S)
-        while (verdict := self._verdict()) is None and not word.expired:
-            with contextlib.suppress(RendezvousError):
-                self.look()
-            time.sleep(word.at_most(_LOOK_S / 4))
+        try:
+            while (verdict := self._verdict()) is None and not word.expired:
+                with contextlib.suppress(RendezvousError):
+                    self.look()
+                time.sleep(word.at_most(_LOOK_S / 4))
+        except RendezvousError:  # The store cannot be used, and ``error`` says so.
+            if error is None:
+                raise
+            raise error from error.__cause__
         if error is not None and verdict in (None, self._members):
             raise error
         assert verdict is not None

@@ -122,12 +122,17 @@ class Output:
     def __init__(self, least: int = _UNCUT) -> None:
         self._width = width(least)
 
-    def say(self, text: str) -> None:
-        """Print lines of text, wrapped at spaces, so that a path can be copied."""
+    def say(self, text: str, indent: int = 0) -> None:
+        """Print lines of text, wrapped at spaces, so that a path can be copied.
+
+        Args:
+            text: the lines.
+            indent: number of spaces before the rest of a wrapped line.
+        """
         self.quote("\n".join(
             textwrap.fill(
                 line, self._width, break_long_words=False, break_on_hyphens=False,
-                drop_whitespace=len(line) > self._width,
+                drop_whitespace=len(line) > self._width, subsequent_indent=" " * indent,
             )
             for line in text.split("\n")
         ))  # fmt: skip

@@ -27,6 +27,8 @@ PAGES = {
 }
 _ON_SITE = {page: path for path, page in PAGES.items()}
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
+_CODE = re.compile(r"<code>[^<]*</code>")
+_OPTION = re.compile(r"(?<![\w-])--?\w[\w-]*")
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -66,6 +68,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         done += [_relinked(markdown[end : fence.start()], source, here), fence[0]]
         end = fence.end()
     return "".join([*done, _relinked(markdown[end:], source, here)])
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark the options in code, which must not break after their hyphens."""
+    return _CODE.sub(lambda code: _OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
 
 
 def _relinked(text: str, source: str, here: str) -> str:

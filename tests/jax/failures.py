@@ -1,8 +1,8 @@
-"""A sum that the last process does not make as the others do; prints each process's errors.
+"""A call that the last process does not make as the others do; prints each process's errors.
 
-The argument is what the last process does: ``kill``, ``late`` or ``differ``. With ``forced`` every
-process has two devices. With ``elsewhere`` XLA makes the communicators over its Gloo, although the
-plug-in announces them.
+The argument is what the last process does: ``kill``, ``late``, ``differ``, or ``lengths`` for a
+gather of more elements than the others have. With ``forced`` every process has two devices. With
+``elsewhere`` XLA makes the communicators over its Gloo, although the plug-in announces them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def main() -> None:
     rank, size = jax.process_index(), jax.process_count()
     mesh = Mesh(np.array(jax.devices()), ("i",))
     sharding = NamedSharding(mesh, PartitionSpec("i"))
+    length = 5 if fault == "lengths" and rank == size - 1 else 4
     ones = jax.make_array_from_callback(
-        (mesh.size, 4), sharding, lambda i: np.ones((1, 4), np.float32)
+        (mesh.size, length), sharding, lambda i: np.ones((1, length), np.float32)
     )
 
     def mapped(operation):
@@ -51,7 +52,9 @@ def main() -> None:
         )  # fmt: skip
 
     call = mapped(lax.psum)
-    if fault not in ("forced", "elsewhere"):
+    if fault == "lengths":
+        call = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    if fault not in ("forced", "elsewhere", "lengths"):
         for _ in range(5):
             call(ones).block_until_ready()
         if rank == size - 1:

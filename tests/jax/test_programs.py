@@ -171,6 +171,15 @@ def differing(request: pytest.FixtureRequest) -> CompletedProcess[str]:
     return launched(3, "failures.py", "differ", backend=request.param)
 
 
+def test_gather_of_unlike_lengths_names_those_of_all_processes() -> None:
+    found = errors(launched(3, "failures.py", "lengths"), "first")
+    assert found.keys() == {0, 1, 2}
+    for _, text in found.values():
+        assert "MismatchError: all_gather: the ranks made different calls" in text
+        assert "ranks 0, 1: all_gather(float32[-1], counts=[4, 4, 4])" in text
+        assert "rank 2: all_gather(float32[-1], counts=[5, 5, 5])" in text
+
+
 def test_late_process_times_out_at_the_deadline() -> None:
     done = launched(3, "failures.py", "late", COLLECTIVE_TIMEOUT="2")
     found = errors(done, "first")

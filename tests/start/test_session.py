@@ -555,3 +555,15 @@ def test_init_of_nccl_without_a_driver_names_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("COLLECTIVE_CUDA_LIBRARY", "/absent/libcuda.so.1")
     with pytest.raises(BackendUnavailableError, match=r"/absent/libcuda\.so\.1 cannot be loaded"):
         collective.init("nccl")
+
+
+def test_init_whose_store_cannot_be_reached_prints_one_rendezvous_error() -> None:
+    program = "import collective; collective.init('tcp')"
+    done = run_python(
+        "-c", program, merged=True, COLLECTIVE_RANK="1", COLLECTIVE_SIZE="2",
+        COLLECTIVE_LOCAL_RANK="0", COLLECTIVE_LOCAL_SIZE="1", COLLECTIVE_SECRET="none",
+        COLLECTIVE_STORE="tcp://no-such-host.invalid:29500", COLLECTIVE_START_TIMEOUT="1",
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "does not resolve" in done.stdout.splitlines()[-1], done.stdout
+    assert done.stdout.count("RendezvousError: ") == 1, done.stdout

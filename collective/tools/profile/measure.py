@@ -17,6 +17,7 @@ import numpy as np
 from collective.tools.bench.operations import ALL
 
 from .events import IN_CALLS, RankTrace, Slice
+from .steps import MEMORY, find
 
 __all__ = ["Intervals", "OperationCost", "Payoff", "Profile", "StepTimes", "judge", "profile"]
 
@@ -28,16 +29,6 @@ _TO_ROOT = {"reduce", "gather"}
 _MESSAGES = {"send", "recv", "sendrecv"}
 # Measurements of a step, by their names in StepTimes.
 _PARTS = ("step", "comp", "sync", "waiting", "background", "hidden")
-# These calls allocate memory and do not move data.
-_MEMORY = {"empty", "adopt"}
-# Sources of the marks between steps, the best first, and their names for people.
-_MARKS = {
-    "program": "marks of the program",
-    "gradients": "gradients reduced, once a step",
-    "optimizer": "steps of the optimizer",
-}
-# A program has steps if there are this many marks.
-_FEWEST = 4
 
 
 class Intervals:
@@ -221,7 +212,7 @@ def _add(
     operation.calls += 1
     operation.failed += any(not call.over or "error" in call.args for call in made.values())
     nbytes = max(call.args.get("bytes", 0) for call in made.values())
-    nbytes *= operation.name not in _MEMORY
+    nbytes *= operation.name not in MEMORY
     ranks = max(call.args.get("ranks", len(made)) for call in made.values())
     operation.nbytes += nbytes
     factor = ALL[operation.name].busbw(ranks) if operation.name in ALL else 1.0
@@ -268,17 +259,14 @@ def _messages(traces: Sequence[RankTrace]) -> Iterable[OperationCost]:
 def _steps(
     traces: Sequence[RankTrace], blocked: Mapping[int, Intervals], waits: Mapping[int, Intervals]
 ) -> StepTimes | None:
-    marks = {by: [np.array(trace.steps.get(by, ())) for trace in traces] for by in _MARKS}
-    by = next((by for by in marks if min(map(len, marks[by])) >= _FEWEST), None)
-    if by is None:
+    steps = find(traces)
+    if steps is None:
         return None
-    # The ranks may have ended in different steps.
-    boundaries = [times[: min(map(len, marks[by]))] for times in marks[by]]
     rows = []
-    for trace, at in zip(traces, boundaries):
+    for trace, starts, ends in zip(traces, steps.starts, steps.ends):
         busy, waiting = blocked[trace.rank], waits[trace.rank]
         # Leave out the first step, which includes work that is done only once.
-        start, end = at[1:-1], at[2:]
+        start, end = starts[1:], ends[1:]
         concurrent = Intervals((s.start, s.end) for s in trace.calls() if s.background)
         sync = busy.within(start, end)
         parts = [
@@ -293,8 +281,8 @@ def _steps(
         rows.append([float(np.median(part)) for part in parts])
     times = dict(zip(_PARTS, np.mean(rows, axis=0).tolist()))
     return StepTimes(
-        how=_MARKS[by],
-        count=len(boundaries[0]) - 1,
+        how=steps.how,
+        count=len(steps.ends[0]),
         comp_by_rank=[row[1] for row in rows],
         **times,
     )

@@ -34,11 +34,11 @@ def show(out: Output, found: Profile) -> None:
     if found.operations:
         _show_operations(out, found.operations)
     for note in _notes(found):
-        out.say(f"- {note}")
+        out.say(f"- {note}", indent=2)
     if found.steps is None:
         out.say(
-            "\nNo training steps found: nothing marks them. Call collective.profile.step() once in "
-            "each step."
+            "\nNo training steps found: nothing marks them, and no loop of calls repeats "
+            "often enough. Call collective.profile.step() once in each step."
         )
         return
     _show_steps(out, found.steps, judge(found.steps, found.ranks))
@@ -105,27 +105,26 @@ def _show_steps(out: Output, steps: StepTimes, verdict: Payoff) -> None:
     if len(steps.comp_by_rank) > 1:
         spread = f" ({time_name(min(steps.comp_by_rank))} to {time_name(max(steps.comp_by_rank))})"
     out.say(f"\n{steps.count} steps, by {steps.how}; medians, means of the ranks:")
-    out.say(f"T_comp     {time_name(steps.comp)} computing{spread}")
-    out.say(
+    rows = [
+        f"T_comp     {time_name(steps.comp)} computing{spread}",
         f"T_sync     {time_name(steps.sync)} in calls, {time_name(steps.waiting)} of it waiting "
-        "for late ranks"
-    )
+        "for late ranks",
+    ]
     if steps.background > 0:
-        out.say(
+        rows.append(
             f"hidden     {time_name(steps.hidden)} of {time_name(steps.background)} of calls in "
             f"the background ({steps.hidden / steps.background:.0%})"
         )
     bound = verdict.ranks - 1
     if bound == 0:
-        out.say("criterion  one rank: there is no communication to weigh against computing")
-        return
-    sign = "<" if verdict.pays else ">="
-    out.say(
-        f"criterion  T_sync / T_comp = {verdict.ratio:.3g} {sign} R - 1 = {bound}: "
-        f"{verdict.ranks} ranks {'pay' if verdict.pays else 'do not pay'}; "
-        f"{verdict.speedup:.2f} x one rank, {verdict.efficiency:.0%} of {verdict.ranks}"
-    )
-    out.say(
-        f"more       {2 * verdict.ranks} ranks are faster than {verdict.ranks} as long as their "
-        f"T_sync stays below {time_name(verdict.doubled_limit)}"
-    )
+        rows.append("criterion  one rank: there is no communication to weigh against computing")
+    else:
+        sign = "<" if verdict.pays else ">="
+        rows += [
+            f"criterion  T_sync / T_comp = {verdict.ratio:.3g} {sign} R - 1 = {bound}: "
+            f"{verdict.ranks} ranks {'pay' if verdict.pays else 'do not pay'}; "
+            f"{verdict.speedup:.2f} x one rank, {verdict.efficiency:.0%} of {verdict.ranks}",
+            f"more       {2 * verdict.ranks} ranks are faster than {verdict.ranks} as long as "
+            f"their T_sync stays below {time_name(verdict.doubled_limit)}",
+        ]
+    out.say("\n".join(rows), indent=11)
