@@ -81,6 +81,23 @@ class Layout(Inner):
         return True
 
     @cached_property
+    def _leaves(self) -> int:
+        """Number of predefined elements in one element."""
+        return sum(count * child._leaves for _, count, child in self.blocks) or 1
+
+    def basic_elements(self, nbytes: int) -> tuple[int, int]:
+        """Return how many predefined elements ``nbytes`` bytes hold, and the bytes left."""
+        whole, rest = divmod(nbytes, self.size) if self.size else (0, nbytes)
+        elements = whole * self._leaves
+        for _, count, child in self.blocks if rest else ():
+            part = min(rest, count * child.size)
+            number, left = child.basic_elements(part)
+            elements, rest = elements + number, rest - part + left
+            if left:
+                break
+        return elements, rest
+
+    @cached_property
     def indices(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Offsets of the bytes of one element, in the order in which they travel."""
         if not self.blocks:

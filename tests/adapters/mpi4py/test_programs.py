@@ -307,3 +307,18 @@ except BufferError as error:
     print(error)
 """
     assert "non-native byte order" in printed("-c", code)
+
+
+def test_status_counts_elements_of_nested_datatypes() -> None:
+    code = """
+from collective.adapters import mpi4py; mpi4py.enable()
+from mpi4py import MPI
+pair = MPI.Datatype.Create_struct([2, 1], [4, 0], [MPI.SHORT, MPI.INT])
+three, status = pair.Create_vector(3, 1, 2), MPI.Status()
+for nbytes in (24, 8, 6, 5):
+    status.count = nbytes
+    elements = status.Get_elements(three)
+    print(None if elements == MPI.UNDEFINED else elements)
+"""
+    # Each pair travels as two shorts and an int.
+    assert printed("-c", code) == "9\n3\nNone\nNone\n"
