@@ -12,6 +12,7 @@ function that reads the description of a buffer with a part for each rank.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce as combined
 from itertools import accumulate
@@ -147,18 +148,19 @@ class Collectives(Handle):
         """Send pickles to ranks, and return an object from each source."""
         context = self._live
         mail, rank, tag = context.calls, context.rank, tag or context.next_tag()
-        own, sent = b"", []
+        # Several edges of a topology may lead from this rank to itself.
+        own, sent = deque[bytes](), []
         with TRANSLATED:
             received = [None if s == rank else mail.receive(None, s, tag) for s in sources]
             for target, data in sends:
                 if target == rank:
-                    own = data
+                    own.append(data)
                 else:
                     sent.append(mail.send(data, target, tag))
             items = [each for each in (*received, *sent) if each is not None]
             if not all(each.whole for each in items):
                 await_posted(mail, *items)
-        return [loads(own if each is None else each.data) for each in received]
+        return [loads(own.popleft() if each is None else each.data) for each in received]
 
     def _swap_one(
         self, obj: Any, targets: Iterable[int], sources: Iterable[int], tag: int = 0

@@ -322,3 +322,13 @@ for nbytes in (24, 8, 6, 5):
 """
     # Each pair travels as two shorts and an int.
     assert printed("-c", code) == "9\n3\nNone\nNone\n"
+
+
+def test_several_edges_from_a_rank_to_itself_carry_an_object_each(launches: Launches) -> None:
+    body = """
+ring = comm.Create_dist_graph_adjacent([comm.rank] * 2, [comm.rank] * 2)
+print(ring.neighbor_alltoall(["first", "second"]))
+print(MPI.COMM_SELF.Create_cart([1], [True]).neighbor_alltoall(["down", "up"]))
+"""
+    lines = _ranks(launches, body, size=1).splitlines()
+    assert lines == ["[0] ['first', 'second']", "[0] ['up', 'down']"]
