@@ -309,6 +309,16 @@ except BufferError as error:
     assert "non-native byte order" in printed("-c", code)
 
 
+def test_several_edges_from_a_rank_to_itself_carry_an_object_each(launches: Launches) -> None:
+    body = """
+ring = comm.Create_dist_graph_adjacent([comm.rank] * 2, [comm.rank] * 2)
+print(ring.neighbor_alltoall(["first", "second"]))
+print(MPI.COMM_SELF.Create_cart([1], [True]).neighbor_alltoall(["down", "up"]))
+"""
+    lines = _ranks(launches, body, size=1).splitlines()
+    assert lines == ["[0] ['first', 'second']", "[0] ['up', 'down']"]
+
+
 def test_status_counts_elements_of_nested_datatypes() -> None:
     code = """
 from collective.adapters import mpi4py; mpi4py.enable()
@@ -324,11 +334,46 @@ for nbytes in (24, 8, 6, 5):
     assert printed("-c", code) == "9\n3\nNone\nNone\n"
 
 
-def test_several_edges_from_a_rank_to_itself_carry_an_object_each(launches: Launches) -> None:
-    body = """
-ring = comm.Create_dist_graph_adjacent([comm.rank] * 2, [comm.rank] * 2)
-print(ring.neighbor_alltoall(["first", "second"]))
-print(MPI.COMM_SELF.Create_cart([1], [True]).neighbor_alltoall(["down", "up"]))
+@pytest.mark.parametrize(
+    "call",
+    ["Scan(x, y, MPI.BAND)", "Reduce(x, y, MPI.BAND)", "Iallreduce(z, z, MPI.MAX)"],
+)
+def test_operator_without_meaning_for_a_datatype_is_an_error_on_each_rank(
+    launches: Launches, call: str
+) -> None:
+    body = f"""
+import numpy as np
+x, y, z = np.ones(2), np.ones(2), np.ones(2, complex)
+try:
+    comm.{call}
+except MPI.Exception as error:
+    print(error.Get_error_class() == MPI.ERR_OP, "is not defined for" in str(error))
 """
-    lines = _ranks(launches, body, size=1).splitlines()
-    assert lines == ["[0] ['first', 'second']", "[0] ['up', 'down']"]
+    assert sorted(_ranks(launches, body).splitlines()) == ["[0] True True", "[1] True True"]
+
+
+def test_name_in_place_of_an_operator_is_a_type_error() -> None:
+    code = """
+import numpy as np
+from collective.adapters import mpi4py; mpi4py.enable()
+from mpi4py import MPI
+try:
+    MPI.COMM_SELF.Allreduce(np.ones(2), np.ones(2), "sum")
+except TypeError as error:
+    print(error)
+"""
+    assert printed("-c", code) == "op: expected Op, got str 'sum'\n"
+
+
+def test_reduction_of_inputs_of_different_lengths_is_an_error(launches: Launches) -> None:
+    body = """
+import numpy as np
+x = np.ones(2 - comm.rank)
+try:
+    comm.Iallreduce(x, x.copy()).Wait()
+except MPI.Exception as error:
+    print(str(error))
+"""
+    lines = sorted(_ranks(launches, body).splitlines())
+    assert lines[0].startswith("[0] reduction: rank 1 gave 8 bytes, and rank 0 gave 16. ")
+    assert lines[1].startswith("[1] MPI_ERR_TRUNCATE")
