@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .exceptions import CLASSES, MPIError
 from .handles import Inner
 from .memory import Bytes, address_of, raw
 
@@ -133,11 +134,16 @@ class Piece:
 
     Attributes:
         nbytes: number of bytes that travel.
+
+    Raises:
+        MPIError: ``count`` is negative.
     """
 
     __slots__ = ("count", "layout", "memory", "nbytes", "offset")
 
     def __init__(self, memory: Bytes | None, offset: int, count: int, layout: Layout) -> None:
+        if count < 0:
+            raise MPIError(CLASSES["ERR_COUNT"], f"message: negative count {count}")
         self.memory = memory
         self.offset = offset
         self.count = count
@@ -163,6 +169,11 @@ class Piece:
             return None
         if self.memory is None:
             return raw(self.offset, nbytes)
+        if self.offset < 0:
+            raise ValueError(
+                f"message: {self.count} elements of {layout.name or 'the datatype'} begin "
+                f"{-self.offset} bytes before the buffer"
+            )
         if self.offset + nbytes > len(self.memory):
             raise ValueError(
                 f"message: {self.count} elements of {layout.name or 'the datatype'} are "

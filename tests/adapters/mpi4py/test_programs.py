@@ -377,3 +377,20 @@ except MPI.Exception as error:
     lines = sorted(_ranks(launches, body).splitlines())
     assert lines[0].startswith("[0] reduction: rank 1 gave 8 bytes, and rank 0 gave 16. ")
     assert lines[1].startswith("[1] MPI_ERR_TRUNCATE")
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [("[2], [-1]", "begin 4 bytes before the buffer"), ("[-1], [1]", "negative count -1")],
+)
+def test_part_outside_of_the_buffer_is_an_error(part: str, message: str) -> None:
+    code = f"""
+from array import array
+from collective.adapters import mpi4py; mpi4py.enable()
+from mpi4py import MPI
+try:
+    MPI.COMM_SELF.Alltoallv([array("i", range(4)), {part}, MPI.INT], array("i", range(4)))
+except (MPI.Exception, ValueError) as error:
+    print(error)
+"""
+    assert message in printed("-c", code)
