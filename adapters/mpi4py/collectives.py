@@ -12,6 +12,7 @@ function that reads the description of a buffer with a part for each rank.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce as combined
 from itertools import accumulate
@@ -26,7 +27,7 @@ from .handles import IN_PLACE, Handle
 from .layouts import Piece
 from .messages import NOTHING, PLAIN, equal, simple, vector, vector_of_types
 from .operations import Operation, await_posted
-from .operators import SUM, check_alike, fold
+from .operators import SUM, check_alike, check_defined, fold, operator_of
 from .pickling import loads, pickle
 from .requests import forms
 
@@ -147,18 +148,19 @@ class Collectives(Handle):
         """Send pickles to ranks, and return an object from each source."""
         context = self._live
         mail, rank, tag = context.calls, context.rank, tag or context.next_tag()
-        own, sent = b"", []
+        # Several edges of a topology may lead from this rank to itself.
+        own, sent = deque[bytes](), []
         with TRANSLATED:
             received = [None if s == rank else mail.receive(None, s, tag) for s in sources]
             for target, data in sends:
                 if target == rank:
-                    own = data
+                    own.append(data)
                 else:
                     sent.append(mail.send(data, target, tag))
             items = [each for each in (*received, *sent) if each is not None]
             if not all(each.whole for each in items):
                 await_posted(mail, *items)
-        return [loads(own if each is None else each.data) for each in received]
+        return [loads(own.popleft() if each is None else each.data) for each in received]
 
     def _swap_one(
         self, obj: Any, targets: Iterable[int], sources: Iterable[int], tag: int = 0
@@ -284,10 +286,12 @@ class Collectives(Handle):
             sources: ranks whose pieces are folded, in their order.
             into: piece that gets the result; None if there are no sources.
         """
-        operator, nbytes, rank = op._live, into.nbytes if into is not None else 0, self._live.rank
+        operator, rank = operator_of(op), self._live.rank
+        nbytes = into.nbytes if into is not None else 0
         arrivals = {source: np.empty(nbytes, np.uint8) for source in sources}
         # What this rank has for itself needs no message.
         sends = list(sends)
+        check_defined(operator, (into if into is not None else sends[0][1]).layout)
         own = [piece for target, piece in sends if target == rank]
         moving = self._moving(
             [(target, piece) for target, piece in sends if target != rank],
@@ -300,7 +304,19 @@ class Collectives(Handle):
             for piece in own:
                 arrivals[rank][:] = piece.packed()
             if into is not None and arrivals:
-                operation.then(lambda: into.unpack(combined(fold_next, arrivals.values())))
+                received = operation.posted[: len(arrivals) - len(own)]
+                operation.then(lambda: finish(into, received))
+
+        def finish(target: Piece, received: Iterable[Any]) -> None:
+            for each in received:
+                if each.nbytes != nbytes:
+                    other = moving.mail.status(each).source
+                    raise MPIError(
+                        CLASSES["ERR_COUNT"],
+                        f"reduction: rank {other} gave {each.nbytes} bytes, and rank {rank} "
+                        f"gave {nbytes}. All ranks must give as many elements of one type.",
+                    )
+            target.unpack(combined(fold_next, arrivals.values()))
 
         def fold_next(lower: Any, higher: Any) -> Any:
             assert into is not None
@@ -346,7 +362,7 @@ class Collectives(Handle):
         """
         dtype: Any = piece.layout.dtype
         core = None
-        if piece.layout.char and dtype in _REDUCED.get(op._live.core, ()) and piece.count:
+        if piece.layout.char and dtype in _REDUCED.get(operator_of(op).core, ()) and piece.count:
             core = self._live.core()
         if core is None:
             return False
@@ -359,7 +375,7 @@ class Collectives(Handle):
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Any = SUM) -> None:
         """Combine all ranks' buffers on all ranks, in the order of the ranks."""
-        context, operator = self._inner, op._inner
+        context, operator = self._inner, getattr(op, "_inner", None)
         source = recvbuf if sendbuf is IN_PLACE or sendbuf is None else sendbuf
         if (
             context is not None

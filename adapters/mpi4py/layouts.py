@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .exceptions import CLASSES, MPIError
 from .handles import Inner
 from .memory import Bytes, address_of, raw
 
@@ -81,6 +82,23 @@ class Layout(Inner):
         return True
 
     @cached_property
+    def _leaves(self) -> int:
+        """Number of predefined elements in one element."""
+        return sum(count * child._leaves for _, count, child in self.blocks) or 1
+
+    def basic_elements(self, nbytes: int) -> tuple[int, int]:
+        """Return how many predefined elements ``nbytes`` bytes hold, and the bytes left."""
+        whole, rest = divmod(nbytes, self.size) if self.size else (0, nbytes)
+        elements = whole * self._leaves
+        for _, count, child in self.blocks if rest else ():
+            part = min(rest, count * child.size)
+            number, left = child.basic_elements(part)
+            elements, rest = elements + number, rest - part + left
+            if left:
+                break
+        return elements, rest
+
+    @cached_property
     def indices(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Offsets of the bytes of one element, in the order in which they travel."""
         if not self.blocks:
@@ -116,11 +134,16 @@ class Piece:
 
     Attributes:
         nbytes: number of bytes that travel.
+
+    Raises:
+        MPIError: ``count`` is negative.
     """
 
     __slots__ = ("count", "layout", "memory", "nbytes", "offset")
 
     def __init__(self, memory: Bytes | None, offset: int, count: int, layout: Layout) -> None:
+        if count < 0:
+            raise MPIError(CLASSES["ERR_COUNT"], f"message: negative count {count}")
         self.memory = memory
         self.offset = offset
         self.count = count
@@ -146,6 +169,11 @@ class Piece:
             return None
         if self.memory is None:
             return raw(self.offset, nbytes)
+        if self.offset < 0:
+            raise ValueError(
+                f"message: {self.count} elements of {layout.name or 'the datatype'} begin "
+                f"{-self.offset} bytes before the buffer"
+            )
         if self.offset + nbytes > len(self.memory):
             raise ValueError(
                 f"message: {self.count} elements of {layout.name or 'the datatype'} are "

@@ -90,16 +90,8 @@ class Status:
 
     def Get_elements(self, datatype: Datatype) -> int:
         """Return the number of basic elements, or ``UNDEFINED``."""
-        layout = datatype._live
-        if layout.dtype is not None and layout.dtype.names is None:
-            return _whole(self.count, layout.dtype.itemsize)
-        parts = sum(count for _, count, _ in layout.blocks) or 1
-        whole, rest = divmod(self.count, layout.size or 1)
-        for _, count, child in layout.blocks if rest else []:
-            n = min(count, rest // (child.size or 1))
-            rest -= n * child.size
-            whole += n / parts
-        return UNDEFINED if rest else round(whole * parts)
+        count, rest = datatype._live.basic_elements(self.count)
+        return UNDEFINED if rest else count
 
     def Set_elements(self, datatype: Datatype, count: int) -> None:
         """Set the length to ``count`` elements."""

@@ -15,7 +15,16 @@ from .layouts import Layout, Piece
 from .memory import Bytes, buffer
 from .messages import simple
 
-__all__ = ["OPERATORS", "OP_NULL", "SUM", "Op", "fold"]
+__all__ = [
+    "OPERATORS",
+    "OP_NULL",
+    "SUM",
+    "Op",
+    "check_alike",
+    "check_defined",
+    "fold",
+    "operator_of",
+]
 
 _Fold = Callable[[Any, Any], Any]
 
@@ -28,6 +37,7 @@ class Operator(Inner):
         on_arrays: function of two arrays; None if the program made the operator.
         commutative: whether the order of the inputs does not matter.
         core: name of the library's operator, or "".
+        kinds: NumPy's kinds of the elements for which ``on_arrays`` is defined.
 
     Attributes:
         function: the program's function of two buffers and a datatype.
@@ -35,8 +45,9 @@ class Operator(Inner):
 
     def __init__(
         self, on_objects: _Fold, on_arrays: _Fold | None, commutative: bool = True, core: str = "",
-        function: Callable[..., Any] | None = None,
+        function: Callable[..., Any] | None = None, kinds: str = "",
     ) -> None:  # fmt: skip
+        self.kinds = kinds
         self.on_objects = on_objects
         self.on_arrays = on_arrays
         self.commutative = commutative
@@ -87,6 +98,7 @@ class Op(Handle, kind=True):
         """Combine two buffers of this process; the second has the result."""
         source, target = simple(inbuf, False), simple(inoutbuf, True)
         check_alike(source, target)
+        check_defined(self._live, target.layout)
         result = target.packed().copy()
         fold(self._live, source.packed(), result, target)
         target.unpack(result)
@@ -102,6 +114,36 @@ def check_alike(source: Piece, target: Piece) -> None:
         )  # fmt: skip
 
 
+def operator_of(op: Any) -> Operator:
+    """Return what the handle of an operator names.
+
+    Raises:
+        TypeError: it is no handle of an operator, such as the name "sum".
+        MPIError: it is ``OP_NULL``.
+    """
+    if not isinstance(op, Op):
+        raise TypeError(f"op: expected Op, got {type(op).__name__} {op!r}")
+    return op._live  # type: ignore[no-any-return]
+
+
+def check_defined(op: Operator, layout: Layout) -> None:
+    """Check that an operator is defined for the elements of a layout.
+
+    Each rank of a reduction checks it before it sends anything, although not each rank folds:
+    otherwise some ranks would raise and the others would return.
+
+    Raises:
+        MPIError: it is not, such as ``BAND`` for floats.
+    """
+    if op.on_arrays is None:
+        return
+    dtype = layout.dtype
+    if dtype is None or dtype.kind not in op.kinds:
+        raise MPIError(
+            CLASSES["ERR_OP"], f"{op.name} is not defined for {layout.name or dtype or 'a struct'}"
+        )
+
+
 def fold(op: Operator, lower: Bytes, higher: Bytes, piece: Piece) -> None:
     """Combine packed elements of a lower rank with those of a higher rank, into the latter.
 
@@ -114,16 +156,9 @@ def fold(op: Operator, lower: Bytes, higher: Bytes, piece: Piece) -> None:
         return
     layout = piece.layout
     if op.on_arrays is not None:
-        if layout.dtype is None:
-            raise MPIError(CLASSES["ERR_OP"], f"the operator has no meaning for {layout.name}")
+        assert layout.dtype is not None, "check_defined() has not run"
         a, b = lower.view(layout.dtype), higher.view(layout.dtype)
-        try:
-            result = op.on_arrays(a, b)
-        except TypeError:
-            raise MPIError(
-                CLASSES["ERR_OP"], f"the operator has no meaning for {layout.name}"
-            ) from None
-        b[...] = result
+        b[...] = op.on_arrays(a, b)
         return
     count = len(higher) // layout.size
     if layout.dense:
@@ -156,8 +191,6 @@ def _located(better: _Fold) -> tuple[_Fold, _Fold]:
         return x if x[0] == y[0] and not y[1] < x[1] else y
 
     def on_arrays(a: Any, b: Any) -> Any:
-        if not a.dtype.names:
-            raise TypeError
         equal = (a["value"] == b["value"]) & (a["index"] <= b["index"])
         return np.where(better(a["value"], b["value"]) | equal, a, b)
 
@@ -166,21 +199,24 @@ def _located(better: _Fold) -> tuple[_Fold, _Fold]:
 
 def _operators() -> dict[str, Operator]:
     maxloc, minloc = _located(operator.gt), _located(operator.lt)
+    # MPI 4.1, section 6.9.2, with logical operators of floats beside.
+    ordered, numbers, whole, truth = "biuf", "iufc", "biu", "biuf"
+    both = ordered + "cV"
     return {
-        "MAX": Operator(lambda x, y: y if y > x else x, np.maximum, core="max"),
-        "MIN": Operator(lambda x, y: y if y < x else x, np.minimum, core="min"),
-        "SUM": Operator(operator.add, np.add, core="sum"),
-        "PROD": Operator(operator.mul, np.multiply, core="prod"),
-        "LAND": Operator(lambda x, y: bool(x) & bool(y), _logical(np.logical_and)),
-        "BAND": Operator(operator.and_, np.bitwise_and, core="band"),
-        "LOR": Operator(lambda x, y: bool(x) | bool(y), _logical(np.logical_or)),
-        "BOR": Operator(operator.or_, np.bitwise_or, core="bor"),
-        "LXOR": Operator(lambda x, y: bool(x) ^ bool(y), _logical(np.logical_xor)),
-        "BXOR": Operator(operator.xor, np.bitwise_xor, core="bxor"),
-        "MAXLOC": Operator(*maxloc),
-        "MINLOC": Operator(*minloc),
-        "REPLACE": Operator(lambda x, y: y, lambda a, b: b, False),
-        "NO_OP": Operator(lambda x, y: x, lambda a, b: a, False),
+        "MAX": Operator(lambda x, y: y if y > x else x, np.maximum, core="max", kinds=ordered),
+        "MIN": Operator(lambda x, y: y if y < x else x, np.minimum, core="min", kinds=ordered),
+        "SUM": Operator(operator.add, np.add, core="sum", kinds=numbers),
+        "PROD": Operator(operator.mul, np.multiply, core="prod", kinds=numbers),
+        "LAND": Operator(lambda x, y: bool(x) & bool(y), _logical(np.logical_and), kinds=truth),
+        "BAND": Operator(operator.and_, np.bitwise_and, core="band", kinds=whole),
+        "LOR": Operator(lambda x, y: bool(x) | bool(y), _logical(np.logical_or), kinds=truth),
+        "BOR": Operator(operator.or_, np.bitwise_or, core="bor", kinds=whole),
+        "LXOR": Operator(lambda x, y: bool(x) ^ bool(y), _logical(np.logical_xor), kinds=truth),
+        "BXOR": Operator(operator.xor, np.bitwise_xor, core="bxor", kinds=whole),
+        "MAXLOC": Operator(*maxloc, kinds="V"),
+        "MINLOC": Operator(*minloc, kinds="V"),
+        "REPLACE": Operator(lambda x, y: y, lambda a, b: b, False, kinds=both),
+        "NO_OP": Operator(lambda x, y: x, lambda a, b: a, False, kinds=both),
     }
 
 

@@ -135,6 +135,8 @@ def input_buffer(array: Any, dtype: DType, output: Output | None, out: Any, x: A
     if output is not None and output.in_place:
         return Buffer(output.flat, dtype)
     flat = array.ravel()
+    if not flat.flags.aligned:  # such as a view of bytes from a file, behind a header
+        flat = flat.copy()
     if output is not None and out is not None:
         if out is x:
             # In place: one buffer, unless strides made a contiguous copy necessary.

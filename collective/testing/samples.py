@@ -389,7 +389,7 @@ def told(wrong: Array, found: Array, wanted: Array, text: Callable[[Any], str] =
 # -- layouts --------------------------------------------------------------------------------------
 
 #: Names of the layouts of an array in memory; see :func:`laid_out`.
-LAYOUTS = ("strided", "fortran", "negative", "transposed", "offset")
+LAYOUTS = ("strided", "fortran", "negative", "transposed", "offset", "unaligned")
 
 
 def laid_out(layout: str, array: Array) -> Array:
@@ -401,6 +401,9 @@ def laid_out(layout: str, array: Array) -> Array:
         view = np.zeros(array.shape, array.dtype, order="F")
     elif layout == "transposed":
         view = np.zeros(array.shape[::-1], array.dtype).T
+    elif layout == "unaligned":
+        # As of a file's bytes behind a header.
+        view = np.zeros(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
     else:
         # Aligned for its elements, but not for vectors or cache lines.
         view = np.zeros(array.size + 1, array.dtype)[1:].reshape(array.shape)

@@ -173,7 +173,7 @@ class Leaf:
     Attributes:
         adapter, dtype: adapter and element type of the array.
         shape: shape of the array as the caller passed it.
-        array: contiguous array of the rows, in the original memory if that is possible.
+        array: contiguous, aligned array of the rows, in the original memory if that is possible.
         axis: number of the axis, not negative.
         length: number of rows; an array without dimensions is one row.
         inner: number of elements in a row.
@@ -195,7 +195,8 @@ class Leaf:
         self.axis = axis % axes
         if self.axis:
             array = np.moveaxis(array, self.axis, 0)
-        self.array = array if array.flags.c_contiguous else array.copy()
+        flags = array.flags
+        self.array = array if flags.c_contiguous and flags.aligned else array.copy()
         self.length = array.shape[0]
         self._rest = array.shape[1:]
         self.inner = math.prod(self._rest)

@@ -307,3 +307,90 @@ except BufferError as error:
     print(error)
 """
     assert "non-native byte order" in printed("-c", code)
+
+
+def test_several_edges_from_a_rank_to_itself_carry_an_object_each(launches: Launches) -> None:
+    body = """
+ring = comm.Create_dist_graph_adjacent([comm.rank] * 2, [comm.rank] * 2)
+print(ring.neighbor_alltoall(["first", "second"]))
+print(MPI.COMM_SELF.Create_cart([1], [True]).neighbor_alltoall(["down", "up"]))
+"""
+    lines = _ranks(launches, body, size=1).splitlines()
+    assert lines == ["[0] ['first', 'second']", "[0] ['up', 'down']"]
+
+
+def test_status_counts_elements_of_nested_datatypes() -> None:
+    code = """
+from collective.adapters import mpi4py; mpi4py.enable()
+from mpi4py import MPI
+pair = MPI.Datatype.Create_struct([2, 1], [4, 0], [MPI.SHORT, MPI.INT])
+three, status = pair.Create_vector(3, 1, 2), MPI.Status()
+for nbytes in (24, 8, 6, 5):
+    status.count = nbytes
+    elements = status.Get_elements(three)
+    print(None if elements == MPI.UNDEFINED else elements)
+"""
+    # Each pair travels as two shorts and an int.
+    assert printed("-c", code) == "9\n3\nNone\nNone\n"
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["Scan(x, y, MPI.BAND)", "Reduce(x, y, MPI.BAND)", "Iallreduce(z, z, MPI.MAX)"],
+)
+def test_operator_without_meaning_for_a_datatype_is_an_error_on_each_rank(
+    launches: Launches, call: str
+) -> None:
+    body = f"""
+import numpy as np
+x, y, z = np.ones(2), np.ones(2), np.ones(2, complex)
+try:
+    comm.{call}
+except MPI.Exception as error:
+    print(error.Get_error_class() == MPI.ERR_OP, "is not defined for" in str(error))
+"""
+    assert sorted(_ranks(launches, body).splitlines()) == ["[0] True True", "[1] True True"]
+
+
+def test_name_in_place_of_an_operator_is_a_type_error() -> None:
+    code = """
+import numpy as np
+from collective.adapters import mpi4py; mpi4py.enable()
+from mpi4py import MPI
+try:
+    MPI.COMM_SELF.Allreduce(np.ones(2), np.ones(2), "sum")
+except TypeError as error:
+    print(error)
+"""
+    assert printed("-c", code) == "op: expected Op, got str 'sum'\n"
+
+
+def test_reduction_of_inputs_of_different_lengths_is_an_error(launches: Launches) -> None:
+    body = """
+import numpy as np
+x = np.ones(2 - comm.rank)
+try:
+    comm.Iallreduce(x, x.copy()).Wait()
+except MPI.Exception as error:
+    print(str(error))
+"""
+    lines = sorted(_ranks(launches, body).splitlines())
+    assert lines[0].startswith("[0] reduction: rank 1 gave 8 bytes, and rank 0 gave 16. ")
+    assert lines[1].startswith("[1] MPI_ERR_TRUNCATE")
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [("[2], [-1]", "begin 4 bytes before the buffer"), ("[-1], [1]", "negative count -1")],
+)
+def test_part_outside_of_the_buffer_is_an_error(part: str, message: str) -> None:
+    code = f"""
+from array import array
+from collective.adapters import mpi4py; mpi4py.enable()
+from mpi4py import MPI
+try:
+    MPI.COMM_SELF.Alltoallv([array("i", range(4)), {part}, MPI.INT], array("i", range(4)))
+except (MPI.Exception, ValueError) as error:
+    print(error)
+"""
+    assert message in printed("-c", code)
