@@ -410,7 +410,7 @@ def _a_thing_like(x: Any) -> str:
     """Return a noun phrase for the type of an object."""
     if x is None:
         return "None"
-    name = type(x).__name__
+    name = "array.array" if type(x).__module__ == "array" else type(x).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
@@ -420,6 +420,8 @@ def _instead(x: Any, what: str) -> str:
         return "for the arrays of this iterator: list(x)"
     if hasattr(x, "parameters") and hasattr(x, "state_dict"):
         return "for a module: x.state_dict(), as in broadcast(s := x.state_dict(), out=s)"
+    if type(x).__module__ == "array" or isinstance(x, memoryview):
+        return "for its elements: numpy.asarray(x)"
     calls = _OBJECT_CALLS.get(what, "the *_object calls").format(what)
     objects = f"for objects: {calls}{'' if isinstance(x, _PLAIN) else ' with pickle=True'}"
     return f"for a number: numpy.asarray(x); {objects}" if isinstance(x, _NUMBERS) else objects

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,7 @@ def _odd_arguments(comm: Communicator) -> dict[str, str]:
         comm,
         {
             "number": lambda comm: comm.send(3, peer),
+            "buffer": lambda comm: comm.send(array("d", [1.0]), peer),
             "other": lambda comm: comm.send(object(), peer),
             "out": lambda comm: comm.recv("x", peer),
             "out of all_reduce": lambda comm: comm.all_reduce(np.ones(1), out="x"),
@@ -145,6 +147,12 @@ def test_number_in_place_of_an_array_is_told_of_asarray(pair: RankPool) -> None:
     for texts in pair.run(_odd_arguments):
         assert "send: an int is not an array" in texts["number"]
         assert "(for a number: numpy.asarray(x); for objects: send_object)" in texts["number"]
+
+
+def test_buffer_in_place_of_an_array_is_told_of_asarray(pair: RankPool) -> None:
+    for texts in pair.run(_odd_arguments):
+        assert "send: an array.array is not an array" in texts["buffer"]
+        assert "(for its elements: numpy.asarray(x))" in texts["buffer"]
 
 
 def test_other_object_in_place_of_an_array_is_told_of_pickle(pair: RankPool) -> None:
