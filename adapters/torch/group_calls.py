@@ -520,7 +520,7 @@ def _widths(comm: Communicator, name: str, tensor: Tensor, splits: Sequence[int]
 
 
 def monitored_barrier(comm: Communicator, everyone: bool, seconds: float | None) -> None:
-    """Wait for all ranks; the error has Gloo's text.
+    """Wait for all ranks; the error has Gloo's text for this rank.
 
     Args:
         everyone: if true, the text begins with all missing ranks; if false, with the first.
@@ -534,9 +534,12 @@ def monitored_barrier(comm: Communicator, everyone: bool, seconds: float | None)
         if not error.ranks:
             raise
         who = f"Ranks {', '.join(map(str, error.ranks))}" if everyone else f"Rank {error.ranks[0]}"
+        state = "timed out in monitoredBarrier"
+        if comm.rank != 0:
+            state = "successfully reached monitoredBarrier, but received errors while waiting for "
+            state += "send/recv from rank 0"
         raise CollectiveTimeoutError(
-            f"Rank {comm.rank} timed out in monitoredBarrier: {who} failed to pass "
-            f"monitoredBarrier: {error}",
+            f"Rank {comm.rank} {state}: {who} failed to pass monitoredBarrier: {error}",
             error.ranks,
         ) from error
 

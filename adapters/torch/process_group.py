@@ -312,10 +312,10 @@ class GroupCalls:
         (tensor,) = listed(tensors)
         return self._noted(self._messages.recv_any(tensor, tag))
 
-    def start_coalescing(self) -> None:
+    def start_coalescing(self, device: torch.device | None = None) -> None:
         self._together = []
 
-    def end_coalescing(self) -> GroupWork:
+    def end_coalescing(self, device: torch.device | None = None) -> GroupWork:
         answers, self._together = self._together or [], None
         return JoinedCalls(answers)
 
@@ -324,8 +324,7 @@ class GroupCalls:
     def getBackendName(self) -> str:
         return "collective"
 
-    def name(self) -> str:
-        return "collective"
+    name = getBackendName
 
     def _get_sequence_number_for_group(self) -> int:
         return self._collectives
@@ -400,11 +399,8 @@ class ProcessGroup(GroupCalls, _Base):  # type: ignore[misc]
     def get_group_store(self) -> Any:
         return self._store
 
-    def _start_coalescing(self, device: torch.device) -> None:
-        self.start_coalescing()
-
-    def _end_coalescing(self, device: torch.device) -> GroupWork:
-        return self.end_coalescing()
+    _start_coalescing = GroupCalls.start_coalescing
+    _end_coalescing = GroupCalls.end_coalescing
 
     def split_group(
         self, ranks: Sequence[int], timeout: timedelta | None = None, *args: Any, **named: Any

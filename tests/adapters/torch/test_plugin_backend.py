@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,9 +15,10 @@ import pytest
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
+from collective import CollectiveError  # noqa: E402
 from collective.adapters.torch import backend  # noqa: E402
 from tests import warm  # noqa: E402
-from tests.support.interpreter import run_python  # noqa: E402
+from tests.support.interpreter import ROOT, run_python  # noqa: E402
 from tests.support.launches import launched  # noqa: E402
 from tests.support.torch_groups import in_groups, run_in_group  # noqa: E402
 
@@ -61,35 +64,40 @@ def test_hooks_see_every_call(rank: int, size: int) -> None:
         assert [name for name, _ in before] == list(calls)
 
 
-def dumped_hang(rank: int, size: int, folder: str) -> None:
+def dumped_hang(rank: int, size: int, hangs: str, folder: str) -> None:
     recorder = c10d.FlightRecorderHook.attach(dist.group.WORLD)
     store = dist.group.WORLD.get_group_store()
-    dist.all_reduce(torch.ones(3))
+    calls = every_call(rank, size)
+    for call in calls.values():
+        call()
     if rank != 1:
-        dist.distributed_c10d._set_pg_timeout(torch.distributed.constants.timedelta(seconds=0.5))
-        with pytest.raises(TimeoutError):
-            dist.all_reduce(torch.ones(7))
+        dist.set_timeout(timedelta(seconds=0.5))
+        # The first rank whose call expires aborts the others' calls.
+        with pytest.raises(CollectiveError):
+            calls[hangs]()
         store.set(f"over-{rank}", "")
     store.wait([f"over-{other}" for other in range(size) if other != 1])
-    dump = pickle.loads(c10d._dump_fr_trace())
+    page = (ROOT / "docs" / "torch-plugin.md").read_text()
+    recipe = re.search(r"\n(dump = .*?)```", page, re.DOTALL)
+    assert recipe is not None
+    code = recipe[1].replace("dumps/", f"{folder}/")
+    exec(code, {"dist": dist, "pickle": pickle, "torch": torch, "Path": Path})
     recorder.remove()
-    # torch's analyser knows the names of torch's own backends, and not those of its recorder.
-    names = {"c10d:allreduce": "gloo:all_reduce"}
-    for entry in dump["entries"]:
-        entry["profiling_name"] = names[entry["profiling_name"]]
-    Path(folder, f"rank_{rank}").write_bytes(pickle.dumps(dump))
 
 
+@pytest.mark.parametrize("hangs", ["ALLREDUCE", "REDUCE", "GATHER"])
 @pytest.mark.skipif(
     torch.__version__ >= (2, 15), reason="torch attaches a recorder of its own, with other names"
 )
 def test_torchs_analyser_names_the_missing_rank_of_a_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hangs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
-    run_in_group(("shm", 3), dumped_hang, str(tmp_path))
+    run_in_group(("shm", 3), dumped_hang, hangs, str(tmp_path))
     done = run_python("-m", "torch.distributed.flight_recorder.fr_trace", str(tmp_path))
-    assert "missing ranks: {1}" in done.stdout + done.stderr
+    printed = done.stdout + done.stderr
+    assert "missing ranks: {1}" in printed
+    assert "has errors" not in printed
 
 
 def again(backends: str, rank: int, size: int, folder: Path) -> None:

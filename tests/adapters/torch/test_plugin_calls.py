@@ -255,22 +255,30 @@ def test_mismatched_calls_raise_with_source_location(rank: int, size: int) -> No
     dist.barrier()
 
 
-@pytest.mark.parametrize(("seconds", "everyone"), [(0.5, False), (0.0, True)])
+@pytest.mark.parametrize(
+    ("caller", "seconds", "everyone"), [(0, 0.5, False), (0, 0.0, True), (1, 0.0, True)]
+)
 @in_groups(*WORLDS)
 def test_monitored_barrier_timeout_names_missing_ranks(
-    rank: int, size: int, seconds: float, everyone: bool
+    rank: int, size: int, caller: int, seconds: float, everyone: bool
 ) -> None:
     store = dist.group.WORLD.get_group_store()
-    if rank:
-        store.wait(["over"])  # if this rank left, rank 0 would report it as gone
+    if rank != caller:
+        store.wait(["over"])  # if this rank left, the caller would report it as gone
         return
     with pytest.raises(TimeoutError) as caught:
         dist.group.WORLD.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks=everyone)
     store.set("over", "")
-    others = tuple(range(1, size))
-    who = f"Ranks {', '.join(map(str, others))}" if everyone else "Rank 1"
-    # The text is Gloo's, for programs that search for it.
-    assert f"Rank 0 timed out in monitoredBarrier: {who} failed to pass" in str(caught.value)
+    others = tuple(other for other in range(size) if other != caller)
+    named = others if everyone else others[:1]
+    who = f"Rank{'s' * everyone} {', '.join(map(str, named))} failed to pass monitoredBarrier"
+    # The texts are Gloo's, for programs that search for them.
+    state = (
+        "timed out in monitoredBarrier",
+        "successfully reached monitoredBarrier, but received errors while waiting for send/recv "
+        "from rank 0",
+    )[caller]
+    assert f"Rank {caller} {state}: {who}" in str(caught.value)
     assert isinstance(caught.value, CollectiveTimeoutError)
     assert caught.value.ranks == others
 

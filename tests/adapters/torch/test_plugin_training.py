@@ -86,7 +86,10 @@ def test_ddp_comm_hooks_train_as_one_process(rank: int, size: int) -> None:
         return work.get_future().then(lambda done: done.value()[0])
 
     power = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=96, start_powerSGD_iter=2)
+    # docs/torch-plugin.md says that torch's CPU build refuses this hook.
+    bfloat16 = [(None, default_hooks.bf16_compress_hook, 0.1)] if torch.version.cuda else []
     for state, hook, tolerance in (
+        *bfloat16,
         (None, plain, 1e-5),
         (None, default_hooks.allreduce_hook, 1e-5),
         (None, default_hooks.fp16_compress_hook, 1e-2),
@@ -337,6 +340,8 @@ def test_ddp_builtin_hooks_train_as_one_process(rank: int, size: int) -> None:
 
 @in_groups(("shm", 2))
 def test_documented_limits_still_raise(rank: int, size: int) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
     # docs/torch-plugin.md lists these limits. If one of the calls works one day, update that page.
     if torch.__version__ < (2, 14):
         with pytest.raises(ValueError, match="only implemented for GLOO"):
@@ -345,6 +350,10 @@ def test_documented_limits_still_raise(rank: int, size: int) -> None:
         dist.monitored_barrier()
     with pytest.raises(RuntimeError, match=r"No device associated|does not support splitting"):
         dist.split_group(split_ranks=[[0], [1]])
+    if torch.version.cuda is None:
+        model = torch.nn.parallel.DistributedDataParallel(network())
+        with pytest.raises(TypeError, match="BF16 all reduce communication hook required CUDA"):
+            model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
         torch.nn.SyncBatchNorm(3)(torch.ones(4, 3))
     with pytest.raises(UnsupportedError, match="cannot get more ranks"):
