@@ -75,6 +75,7 @@ static int arrive(struct shared *s, uint64_t step, uint64_t digest)
     s->arrived(s->context);
     if ((failed = await_all(s, STEP, step)))
         return failed;
+    s->unread = 0; /* all ranks have left the last call */
     for (int rank = 0; rank < s->size; rank++)
         if (s->stages[rank].line[which] != digest)
             return DIFFERENT;
@@ -215,6 +216,9 @@ static int short_call(struct shared *s, const struct plan *p, uint64_t step, con
         const struct stage *stage = s->stages + rank;
         s->sources[rank] = (is_inline ? (char *)(stage->line + INLINE) : (char *)stage->areas[0]) + at;
     }
+    /* This comes before the ranks arrive, so peers may still read the blocks of a staged call. */
+    if (s->unread && !is_inline && sends(s, p) && (failed = await_all(s, READ, s->blocks)))
+        return failed;
     if (sends(s, p))
         copy((char *)s->sources[s->rank], src, input_bytes(s, p));
     if ((failed = arrive(s, step, p->digest)))

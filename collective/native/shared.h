@@ -63,6 +63,7 @@ struct shared {
     size_t ahead;    /* offset of the next short call's input in the two areas, if not small */
     uint64_t blocks; /* number of blocks of all staged calls so far, equal on all ranks; the
                         counters of the next staged call begin there */
+    int unread;      /* whether peers may still read what the last staged call has posted */
     int looks;       /* how often a word is polled before wait is called */
     wait_function *wait;
     arrived_function *arrived;

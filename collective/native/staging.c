@@ -14,8 +14,11 @@
    The protocol has three counters per rank: the blocks that the rank has posted, folded and read.
    Only the rank itself writes its counters, and it writes a counter after the data that the counter
    announces. A rank reads a peer's block after the peer has announced it. A rank overwrites a block
-   in its own area after all ranks have announced that they have read the old one. At the end of a
-   call all ranks have read all blocks, so the areas are free for another use at once.
+   in its own area after all ranks have announced that they have read the old one.
+
+   A rank leaves the call when it has posted and read all its blocks. It does not wait for slower
+   peers, which may read its area for longer. The next staged call begins with the arrival of all
+   ranks, which have left this one by then. A short call writes before that, so it waits for READ.
 
    tests/native/test_staging_model.py tries all interleavings, and shows what goes wrong if any one
    of these waits is left out. */
@@ -277,10 +280,12 @@ int stage(struct shared *s, const struct plan *p, const char *src, char *dst)
        this call has not used. No peer waits for these before the next call. */
     announce(s, POSTED, s->blocks);
     announce(s, FOLDED, s->blocks);
-    if ((failed = await_all(s, READ, s->blocks)))
-        return failed;
-    if (is_summed)
+    s->unread = 1;
+    if (is_summed) {
+        if ((failed = await_all(s, READ, s->blocks)))
+            return failed;
         read_sums(&c);
+    }
     /* Only the flag shows that a peer has given up; the counters do not. */
     return is_broken(s) ? BROKEN : 0;
 }
