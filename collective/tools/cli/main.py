@@ -77,6 +77,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"collective {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
     parser.commands = subparsers.choices
+    parser.given = sys.argv[1:] if arguments is None else arguments
     for command in _COMMANDS:
         command.add_parser(subparsers)
     try:
@@ -94,9 +95,11 @@ class _Parser(argparse.ArgumentParser):
 
     Attributes:
         commands: the parsers of all commands, by name; empty for the parser of a command.
+        given: the command line.
     """
 
     commands: Mapping[str, argparse.ArgumentParser] = MappingProxyType({})
+    given: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
         unknown = re.search(r"invalid choice: '(.+?)'|unrecognized arguments: (\S+)", message)
@@ -107,8 +110,9 @@ class _Parser(argparse.ArgumentParser):
         if word.endswith(".py"):
             return f"\nTo start a program as ranks: collective run {word}"
         known = set(self.commands)
-        for command in self.commands.values():
-            known.update(re.findall(r"--[a-z][\w-]*", command.format_help()))
+        command = next(filter(None, map(self.commands.get, self.given)), None)
+        if command is not None:
+            known = set(re.findall(r"--[a-z][\w-]*", command.format_help()))
         near = difflib.get_close_matches(word, sorted(known), 1)
         return f"\nDid you mean {near[0]!r}?" if near else ""
 
