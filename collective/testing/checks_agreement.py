@@ -220,6 +220,7 @@ _MAY_DIFFER: tuple[_Call, ...] = (
     lambda comm: comm.all_to_all(_x(comm.size + comm.rank), async_op=True),
     lambda comm: comm.scatter(_x() if comm.rank == 0 else None, async_op=True),
     lambda comm: comm.broadcast(_x() if comm.rank == 0 else None, async_op=True),
+    lambda comm: comm.broadcast([_x()] if comm.rank == 2 else None, root=2, async_op=True),
 )
 # The records of calls that have waited for a second may be compared.
 _LATE_S = 2.5
