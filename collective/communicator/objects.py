@@ -39,7 +39,8 @@ _DECIMAL_DIGITS = 4300
 # Maximum nesting. A program may raise Python's recursion limit; then only the size of the stack
 # limits the parser in C.
 _DEEPEST = 10_000
-_SCALARS = frozenset({type(None), bool, int, float, str})
+# Types of which JSON has every value. It has no long integers, see above.
+_UNCHANGED = frozenset({type(None), bool, float, str})
 _CONTAINERS: dict[str, Any] = {cls.__name__: cls for cls in (list, tuple, set, frozenset)}
 # Adapters whose arrays arrive as NumPy arrays: GPU-only frameworks, and unknown frameworks.
 _AS_NUMPY = ("cuda", "cupy", "dlpack")
@@ -118,7 +119,7 @@ def decode(raw: np.ndarray[Any, Any], use_pickle: bool = False, what: str = "obj
     """
     if raw.size < _HEAD.size:
         raise CollectiveError(f"{what}: {raw.size} bytes are too few for an object.")
-    kind, length = _HEAD.unpack(raw[: _HEAD.size].tobytes())
+    kind, length = _HEAD.unpack_from(raw.data)
     if kind == _PICKLE:
         if not use_pickle:
             raise InvalidArgumentError(
@@ -181,7 +182,10 @@ def _parsed(text: str) -> Any:
     # Calling a Python function for each integer is slow, so it is done only if Python itself does
     # not refuse long integers.
     is_safe = 0 < sys.get_int_max_str_digits() <= _DECIMAL_DIGITS
-    return (_PARSER if is_safe else _WARY_PARSER).decode(text)
+    parsed, end = (_PARSER if is_safe else _WARY_PARSER).raw_decode(text)
+    if end == len(text):
+        return parsed
+    raise ValueError(f"{len(text) - end} characters follow the object")
 
 
 def _depth(text: str) -> int:
@@ -301,27 +305,24 @@ class _Reader:
         return self._raw[start : self._position].copy()
 
 
-def _all_plain(values: Iterable[Any], blobs: list[np.ndarray[Any, Any]], what: str) -> list[Any]:
-    """Return what :func:`_plain` returns for each value; most are scalars, which need no call."""
-    return [
-        item if type(item) in _SCALARS and type(item) is not int else _plain(item, blobs, what)
-        for item in values
-    ]
-
-
 def _plain(value: Any, blobs: list[np.ndarray[Any, Any]], what: str) -> Any:
     """Return ``value`` as JSON: scalars as they are, everything else as [tag, …]."""
     kind = type(value)
-    if kind is int and value.bit_length() > _DECIMAL_BITS:
-        return ["int", hex(value)]
-    if kind in _SCALARS:
+    if kind is int:
+        return value if value.bit_length() <= _DECIMAL_BITS else ["int", hex(value)]
+    if kind in _UNCHANGED:
         return value
+    # Most elements are scalars, which need no call.
     if kind in (list, tuple, set, frozenset):
-        return [kind.__name__, *_all_plain(value, blobs, what)]
+        items = [x if type(x) in _UNCHANGED else _plain(x, blobs, what) for x in value]
+        return [kind.__name__, *items]
     if kind is dict:
         # A reader takes the bytes of a key before those of its value.
-        each = _all_plain((part for pair in value.items() for part in pair), blobs, what)
-        return ["dict", *map(list, zip(each[::2], each[1::2]))]
+        pairs = (
+            [x if type(x) in _UNCHANGED else _plain(x, blobs, what) for x in pair]
+            for pair in value.items()
+        )
+        return ["dict", *pairs]
     if kind is complex:
         return ["complex", value.real, value.imag]
     if kind in (bytes, bytearray):
