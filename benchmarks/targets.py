@@ -41,9 +41,8 @@ from collective.tools.show import Progress, microseconds, parse_size, print_tabl
 
 __all__ = ["ROWS", "Ratio", "judge", "measure", "show"]
 
-_OTHERS = (
-    "send_recv broadcast all_gather reduce_scatter all_to_all gather scatter reduce barrier".split()
-)
+_OTHERS = "send_recv sendrecv broadcast all_gather reduce_scatter all_to_all".split()
+_OTHERS += "gather scatter reduce barrier".split()
 _ADDED = ("mpi", "nccl", "ddp", "chainer")
 #: The rows to choose from: operations, all-reduces of 16-bit numbers, added times, and steps.
 ROWS = ("all_reduce", *_OTHERS, "16-bit", *_ADDED)
