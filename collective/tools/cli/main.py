@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NoReturn
 
@@ -103,18 +103,22 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = re.search(r"invalid choice: '(.+?)'|unrecognized arguments: (\S+)", message)
-        hint = self._hint(unknown[1] or unknown[2]) if unknown else ""
-        super().error(message + hint)
-
-    def _hint(self, word: str) -> str:
-        if word.endswith(".py"):
-            return f"\nTo start a program as ranks: collective run {word}"
-        known = set(self.commands)
         command = next(filter(None, map(self.commands.get, self.given)), None)
+        names = list(self.commands)
         if command is not None:
-            known = set(re.findall(r"--[a-z][\w-]*", command.format_help()))
-        near = difflib.get_close_matches(word, sorted(known), 1)
-        return f"\nDid you mean {near[0]!r}?" if near else ""
+            names = re.findall(r"(?<![\w-])--?[a-z][\w-]*", command.format_help())
+        hint = _hint(unknown[1] or unknown[2], names) if unknown else ""
+        argparse.ArgumentParser.error(command or self, message + hint)
+
+
+def _hint(word: str, names: Iterable[str]) -> str:
+    if word.endswith(".py"):
+        return f"\nTo start a program as ranks: collective run {word}"
+    by_letters = {name.lstrip("-"): name for name in sorted(names)}
+    letters = word.lstrip("-")
+    near = difflib.get_close_matches(letters, by_letters, 1)
+    near += [name for name in by_letters if len(name) > 1 and letters.startswith(name)]
+    return f"\nDid you mean {by_letters[near[0]]!r}?" if near else ""
 
 
 def _refuse(reason: str) -> int:
