@@ -6,8 +6,6 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["on_demand"]
-
 
 def on_demand(
     package: str, names: Mapping[str, str]

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from collective.backends.peers.wait import Wait
     from collective.native import Heads
 
-__all__ = ["PlainMessages"]
-
 Array = np.ndarray[Any, Any]
 
 _UINT8 = BY_NAME["uint8"]

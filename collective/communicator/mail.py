@@ -24,8 +24,6 @@ from collective.errors import InvalidArgumentError, UnsupportedError
 if TYPE_CHECKING:
     from .path import Path
 
-__all__ = ["Mail"]
-
 # The engine's tags of these messages have this bit, then the context, then a bit for a wanted
 # answer, then 31 bits for the tag of the caller. All other messages of a communicator have smaller
 # or negative tags.

@@ -17,11 +17,6 @@ import numpy as np
 
 from collective.inner import ArrayFramework, encoded, framework
 
-__all__ = [
-    "BenchLibrary", "Call", "Memcpy", "Mpi", "Ours", "TorchDistributed", "Unsupported",
-    "open_library",
-]  # fmt: skip
-
 Array = np.ndarray[Any, Any]
 # A function without arguments that makes one call; its result may be anything.
 Call = Callable[[], Any]
