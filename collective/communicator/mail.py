@@ -126,12 +126,6 @@ class Mail:
         """Do all that is possible for all posted operations, without waiting."""
         self.engine.progress()
 
-    def test(self, posted: Posted) -> bool:
-        """Make progress, and return whether an operation has ended."""
-        if not posted.done:
-            self.engine.progress()
-        return posted.done
-
     def wait(self, posted: Posted, timeout: float | None = None) -> Posted:
         """Wait for an operation, and return it.
 

@@ -39,8 +39,6 @@ _TEXT_BYTES = 511
 _FIRST_HANDLE = 16
 _INT32 = 3  # code of the dtype
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
 
 class _Clique:
     """Group of processes for which XLA has made a communicator.
