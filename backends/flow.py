@@ -14,8 +14,6 @@ from collective.contract.backend import COLLECTIVE_TAG
 if TYPE_CHECKING:
     from collective.backends.inbox import Posted, Prefix, StreamLock
 
-__all__ = ["CONTROL_TAG", "WINDOW_BYTES", "Flow", "has_window"]
-
 # The same numbers as in messages.h and flow.c.
 #: Tag of control frames, below every valid tag.
 CONTROL_TAG = -(1 << 63)

@@ -26,11 +26,6 @@ from .flow import CONTROL_TAG, Flow, has_window
 if TYPE_CHECKING:
     from .matching import Engine
 
-__all__ = [
-    "Array", "Carrier", "Inbox", "Posted", "Prefix", "StreamLock", "bytes_of", "framed", "is_over",
-    "nothing", "whole",
-]  # fmt: skip
-
 Array = np.ndarray[Any, Any]
 
 # No message is as long as this. A greater length is a sign of damage.

@@ -16,8 +16,6 @@ from collective.native import NOBODY
 
 from .matching import RECEIVING, SENDING, Engine, Waiter, describe
 
-__all__ = ["BaseMail", "CompiledMail", "PythonMail"]
-
 # The text of a failed operation in C whose connection has ended; see streams.c.
 _ENDED = "the connection has ended"
 # The text of an operation in C that the end of the communicator has ended; see posted.c.

@@ -40,11 +40,6 @@ if TYPE_CHECKING:
     from collective import native
     from collective.deadline import Deadline
 
-__all__ = [
-    "RECEIVING", "SENDING", "Engine", "Exchange", "Waiter", "awaited", "describe",
-    "exchange_in_c",
-]  # fmt: skip
-
 #: Parts of an exchange; the sum of the unfinished parts is its state, as in C.
 SENDING, RECEIVING = 1, 2
 # Bytes of all copies of posted sends; the same number as in messages.h.

@@ -25,8 +25,6 @@ from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp
 from collective.request import Request
 
-__all__ = ["OneSided", "Region"]
-
 Array = np.ndarray[Any, Any]
 
 # Size of the pieces of a reduction. Two inputs and an output fit into a second-level cache of

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from collective.contract.world import World
     from collective.deadline import Deadline
 
-__all__ = ["ThreadsBackend"]
-
 Array = np.ndarray[Any, Any]
 
 # The hubs in which the threads of a world meet, by job; connect() removes its hub when it ends.

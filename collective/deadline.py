@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import time
 
-__all__ = ["Deadline"]
-
 # The longest wait that left() offers. poll(2), and so a socket's timeout, counts milliseconds in
 # 31 bits: 24.8 days. The locks of Python's threads take 292 years, and nothing takes math.inf.
 _LONGEST_S = 2e6

@@ -14,14 +14,6 @@ import shlex
 import sys
 from pathlib import Path
 
-__all__ = [
-    "DISTRIBUTION",
-    "anew",
-    "hint",
-    "refuse_other_systems",
-    "refuse_subinterpreter",
-]
-
 #: Name of this package for pip and importlib.metadata.
 DISTRIBUTION = "collective-comm"
 

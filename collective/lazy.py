@@ -6,11 +6,9 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["on_demand"]
-
 
 def on_demand(
-    package: str, modules: Mapping[str, str]
+    package: str, names: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for a package that imports its modules on demand.
 
@@ -19,18 +17,18 @@ def on_demand(
 
     Args:
         package: ``__name__`` of the package.
-        modules: path of the module that defines each exported name, by that name. If the module
-            itself is exported, its path ends with the name. The path of a module beside the package
-            begins with a dot.
+        names: exported names, with spaces between them, by the path of the module that defines
+            them. A path that is empty or ends with a dot is that of a package whose modules are
+            exported themselves.
     """
+    homes = {name: path for path, listed in names.items() for name in listed.split()}
 
     def get(name: str) -> Any:
-        if name not in modules:
+        if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(f".{modules[name]}", package)
-        return module if modules[name].rpartition(".")[2] == name else getattr(module, name)
+        path = homes[name]
+        if not path or path.endswith("."):
+            return importlib.import_module(f"{package}.{path}{name}")
+        return getattr(importlib.import_module(f"{package}.{path}"), name)
 
-    def names() -> list[str]:
-        return [*modules, "__doc__", "__file__"]
-
-    return get, names
+    return get, lambda: [*homes, "__doc__", "__file__"]

@@ -17,8 +17,6 @@ import numpy as np
 
 from collective.errors import InvalidArgumentError
 
-__all__ = ["NAMES", "Op", "ReduceOp", "as_op", "premul_sum", "user_op"]
-
 #: Name of an operator, for type checkers, which then report an unknown one. A program that reads
 #: the name from its configuration passes ``cast(Op, name)``; a call checks the name, too.
 Op = Literal["sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor"]

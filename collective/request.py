@@ -19,20 +19,6 @@ from collective import native
 from collective.memory.dtypes import DType
 from collective.ops import ReduceOp
 
-__all__ = [
-    "LIBRARIES",
-    "Disagreement",
-    "Request",
-    "call_site",
-    "describe",
-    "differing",
-    "in_thread",
-    "is_library_file",
-    "name_ranks",
-    "pass_over",
-    "pass_over_frameworks",
-]
-
 
 class Request:
     """One collective call as this rank requests it.

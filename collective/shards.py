@@ -26,8 +26,6 @@ from collective.memory.dtypes import DType
 from collective.ops import ReduceOp, as_op
 from collective.request import name_ranks
 
-__all__ = ["MOST", "ShardBatches", "ShardFold", "Shards"]
-
 #: The largest number of shards.
 MOST = 4096
 

@@ -14,8 +14,6 @@ from collective.inner import Adapter, DType, adapter_like, pass_over
 if TYPE_CHECKING:
     from collective.inner import cuda
 
-__all__ = ["ChainerAdapter", "array_of"]
-
 _NUMPY = adapter_like("numpy")
 _cupy = partial(adapter_like, "cupy")
 pass_over(chainer)

@@ -32,8 +32,6 @@ from chainer.functions.connection.linear import LinearFunction, LinearGradWeight
 
 from collective import InvalidArgumentError
 
-__all__ = ["Complete", "Replacements", "Target", "watching"]
-
 #: Function that gets a leaf's number and its gradient, an array that it may read but not write. If
 #: it does not return None, its result replaces the gradient.
 Complete = Callable[[int, Any], Any]

@@ -15,8 +15,6 @@ from collective.training.statistics import JoinedBatch, SharedCommunicator
 if TYPE_CHECKING:
     from collective import Communicator
 
-__all__ = ["SyncBatchNormalization", "convert_batch_normalization"]
-
 _Norm: Any = chainer.links.BatchNormalization
 _Node: Any = chainer.FunctionNode
 _NOT_PICKLED = (

@@ -13,8 +13,6 @@ from collective.inner import comm_or_current, refuses, shares
 if TYPE_CHECKING:
     from collective import Communicator
 
-__all__ = ["ShardedIterator", "scatter_dataset"]
-
 _Iterator: Any = chainer.dataset.Iterator
 #: Arguments of ChainerMN's scatter_dataset, and what to write instead.
 _CHAINERMNS = {

@@ -21,11 +21,6 @@ from .state import distinct_parameters
 if TYPE_CHECKING:
     from collective import Communicator
 
-__all__ = [
-    "copy_optimizer", "copy_serialized", "copy_trainer", "load_optimizer", "load_serialized",
-    "load_trainer", "rebind_trainer",
-]  # fmt: skip
-
 _Updater: Any = chainer.training.updaters.StandardUpdater
 
 

@@ -49,8 +49,6 @@ from .state import (
 if TYPE_CHECKING:
     from collective import Communicator, Shards, Work
 
-__all__ = ["MultiNodeOptimizer", "create_multi_node_optimizer"]
-
 _MIB = 1 << 20
 #: Arguments of ChainerMN's function, and what to write instead.
 _CHAINERMNS = {

@@ -16,8 +16,6 @@ from collective.inner import NotCopied
 
 from .state import persistent_values
 
-__all__ = ["ParallelUpdater", "Replicas", "call_with"]
-
 _Updater: Any = chainer.training.updaters.StandardUpdater
 
 

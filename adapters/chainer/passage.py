@@ -17,8 +17,6 @@ from collective.training.pipelines import Action, Span
 
 from .tape import bare
 
-__all__ = ["ARRAYS", "Others", "Passage", "other_parameters", "pieces"]
-
 # Message tags on the pipeline's own communicator.
 _FORWARD, _BACKWARD = 0, 1
 

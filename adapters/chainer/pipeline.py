@@ -28,8 +28,6 @@ from collective.training.replicas import check_settings
 
 from .passage import ARRAYS, Passage, other_parameters, pieces
 
-__all__ = ["Pipeline"]
-
 
 class Pipeline(NotCopied):
     """Model cut into stages, one on each rank, trained on micro-batches.

@@ -32,8 +32,6 @@ from collective.training.shard_passes import Generator, StateFold, of_numpy
 
 from .state import distinct_parameters, sum_of_bits
 
-__all__ = ["ShardState", "generators"]
-
 _ABSENT: Any = object()
 # Largest array, apart from parameters and persistent values, that is tracked. A longer one is data
 # rather than state, and copies of it could cost more than the passes.

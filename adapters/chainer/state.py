@@ -16,11 +16,6 @@ from collective.inner import StateEntry, call_in_place, comm_or_current, refuse_
 if TYPE_CHECKING:
     from collective import Communicator
 
-__all__ = [
-    "MARKS", "agree", "broadcast_state", "compare_parameters", "distinct_parameters",
-    "follow_root", "marks_of", "persistent_values", "same_on_all", "sampled", "sum_of_bits",
-]  # fmt: skip
-
 #: Length of the array that :func:`marks_of` returns.
 MARKS = 16
 

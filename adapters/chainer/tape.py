@@ -16,8 +16,6 @@ from collective.inner import Op, differentiable
 
 from .arrays import array_of
 
-__all__ = ["Tape", "bare", "module_of"]
-
 
 class _GraphNode(chainer.FunctionNode):  # type: ignore[misc, unused-ignore]
     """Collective on one variable, the first input; the last input is a token without a value."""

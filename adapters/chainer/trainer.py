@@ -17,8 +17,6 @@ from .parallel_updater import call_with
 if TYPE_CHECKING:
     from collective import Communicator
 
-__all__ = ["MultiNodeUpdater", "create_multi_node_evaluator"]
-
 _Updater: Any = chainer.training.updaters.StandardUpdater
 
 

@@ -14,8 +14,6 @@ from collective.memory.arrays import NumpyAdapter
 from collective.memory.buffer import new_spot
 from collective.memory.device_adapter import root_owner
 
-__all__ = ["CupyAdapter"]
-
 
 class CupyAdapter(Adapter):
     """Adapter for CuPy's arrays, in any kind of memory, including managed memory.

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from .gradients import average_gradients, broadcast_parameters
 else:  # for a type checker, a __getattr__ would mean that the module has every name
     __getattr__, __dir__ = _on_demand(
-        __name__,
-        {"average_gradients": "gradients", "broadcast_parameters": "gradients"},
+        __name__, {"gradients": "average_gradients broadcast_parameters"}
     )
 
 __all__ = ["average_gradients", "broadcast_parameters"]

@@ -15,8 +15,6 @@ from collective.inner import Adapter, DType, adapter_like, native, pass_over
 from collective.memory.arrays import Distant
 from collective.memory.buffer import aligned
 
-__all__ = ["JaxAdapter"]
-
 _NUMPY = adapter_like("numpy")
 # The class of all arrays that have values; without it C makes no calls on JAX's arrays.
 _CONCRETE = getattr(importlib.import_module("jax._src.array"), "ArrayImpl", None)

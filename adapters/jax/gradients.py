@@ -17,8 +17,6 @@ from collective.inner import Op, comm_or_current
 if TYPE_CHECKING:
     from collective import Communicator, ReduceOp
 
-__all__ = ["average_gradients", "broadcast_parameters"]
-
 
 def average_gradients(
     grads: Any,

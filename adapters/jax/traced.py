@@ -38,8 +38,6 @@ from collective.request import in_thread
 
 from .xla.library import handler, runner
 
-__all__ = ["Call", "bind"]
-
 _TARGET = "collective_ffi_call"
 Array = np.ndarray[Any, np.dtype[Any]]
 

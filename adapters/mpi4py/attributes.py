@@ -10,11 +10,6 @@ from typing import Any, NamedTuple
 from .exceptions import CLASSES, MPIError
 from .handles import Handle, Inner
 
-__all__ = [
-    "ERRORS_RETURN", "KEYVAL_INVALID", "Attributed", "Errhandler", "Handling", "copy_attributes",
-    "delete_attributes",
-]  # fmt: skip
-
 KEYVAL_INVALID = 0
 _numbers = itertools.count(1000)
 

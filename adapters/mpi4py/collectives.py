@@ -31,8 +31,6 @@ from .operators import SUM, check_alike, check_defined, fold, operator_of
 from .pickling import loads, pickle
 from .requests import forms
 
-__all__ = ["CALL_TAGS", "Collectives", "Prefixes", "Read", "in_place", "pickles"]
-
 # Types of the elements that the library's plans reduce, by its name of the operator.
 _ORDERED = frozenset(map(np.dtype, "bhilqBHILQfd"))
 _NUMBERS = _ORDERED | {np.dtype("F"), np.dtype("D")}

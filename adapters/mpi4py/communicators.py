@@ -19,8 +19,6 @@ from .operations import ANY_SOURCE, idle
 from .point_to_point import TAG_UB, PointToPoint
 from .requests import Request
 
-__all__ = ["COMM_NULL", "Comm", "Context", "Intercomm", "Intracomm", "begin", "mail_of", "world"]
-
 COMM_TYPE_SHARED, COMM_TYPE_HW_GUIDED, COMM_TYPE_HW_UNGUIDED, COMM_TYPE_RESOURCE_GUIDED = range(4)
 ROOT = -3
 # Keyvals of MPI itself.

@@ -15,8 +15,6 @@ from .handles import Named, reader
 from .layouts import Layout, Piece
 from .memory import Bytes, bytes_of
 
-__all__ = ["CODES", "CONSTANTS", "DATATYPE_NULL", "Datatype", "blocks_of", "handle_of"]
-
 ORDER_C, ORDER_FORTRAN = 0, 1
 (TYPECLASS_LOGICAL, TYPECLASS_INTEGER, TYPECLASS_REAL, TYPECLASS_COMPLEX) = range(1, 5)
 DISTRIBUTE_NONE, DISTRIBUTE_BLOCK, DISTRIBUTE_CYCLIC = range(3)

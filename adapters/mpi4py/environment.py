@@ -20,8 +20,6 @@ from .info import Info
 from .memory import address_of, buffer, bytes_of
 from .operations import Status, flush
 
-__all__ = ["Alloc_mem", "Finalize", "Get_address", "Init"]
-
 THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
 VERSION, SUBVERSION = 4, 1
 MAX_PROCESSOR_NAME = MAX_OBJECT_NAME = MAX_DATAREP_STRING = 128

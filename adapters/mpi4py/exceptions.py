@@ -7,11 +7,6 @@ from typing import Any, NoReturn
 
 import collective
 
-__all__ = [
-    "CLASSES", "TRANSLATED", "MPIError", "UnsupportedError", "refuse",
-    "refuse_all", "refusing", "translated",
-]  # fmt: skip
-
 _NAMES = (
     "BUFFER COUNT TYPE TAG COMM RANK REQUEST ROOT GROUP OP TOPOLOGY DIMS ARG UNKNOWN TRUNCATE "
     "OTHER INTERN PENDING IN_STATUS ACCESS AMODE ASSERT BAD_FILE BASE CONVERSION DISP DUP_DATAREP "

@@ -8,8 +8,6 @@ from typing import Any
 from .exceptions import CLASSES, MPIError, refusing
 from .handles import Handle, Inner, reader
 
-__all__ = ["GROUP_EMPTY", "GROUP_NULL", "UNDEFINED", "Group"]
-
 UNDEFINED = -32766
 PROC_NULL = -2
 IDENT, CONGRUENT, SIMILAR, UNEQUAL = range(4)

@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 
 from .exceptions import MPIError
 
-__all__ = ["Constant", "Handle", "Inner", "Named", "reader"]
-
 _numbers = itertools.count(1)
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from .exceptions import CLASSES, MPIError
 from .handles import Handle, Inner
 
-__all__ = ["INFO_ENV", "INFO_NULL", "MAX_INFO_KEY", "MAX_INFO_VAL", "Info"]
-
 MAX_INFO_KEY, MAX_INFO_VAL = 255, 1024
 
 

@@ -17,8 +17,6 @@ from .exceptions import CLASSES, MPIError
 from .handles import Inner
 from .memory import Bytes, address_of, raw
 
-__all__ = ["Layout", "Piece"]
-
 _Block = tuple[int, int, "Layout"]
 
 

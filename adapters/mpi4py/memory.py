@@ -24,8 +24,6 @@ from collective.memory import dlpack
 from .exceptions import refuse
 from .handles import Constant
 
-__all__ = ["Bytes", "address_of", "buffer", "bytes_of", "described", "raw"]
-
 #: A flat array of bytes.
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -18,8 +18,6 @@ from .handles import BOTTOM
 from .layouts import Layout, Piece
 from .memory import Bytes, bytes_of, described
 
-__all__ = ["NOTHING", "PLAIN", "equal", "simple", "vector", "vector_of_types"]
-
 _BYTE: Layout = CONSTANTS["BYTE"]._inner
 #: Types of arrays that travel as they are; those of foreign byte order are none of them.
 PLAIN = frozenset(map(np.dtype, "?bhilqBHILQefdgFDG"))

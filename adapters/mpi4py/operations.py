@@ -24,11 +24,6 @@ from .handles import Inner
 from .layouts import Piece
 from .pickling import loads
 
-__all__ = [
-    "ANY_SOURCE", "ANY_TAG", "EMPTY", "General", "Operation", "Status", "answer", "await_posted",
-    "begun", "flush", "idle", "keep", "progress", "wait_for",
-]  # fmt: skip
-
 ANY_SOURCE, ANY_TAG = -1, -1
 _Fields = tuple[int, int, int, int, bool]
 #: Source, tag, error, length, and whether it was cancelled: what a status without a message says.

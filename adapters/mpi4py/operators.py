@@ -15,17 +15,6 @@ from .layouts import Layout, Piece
 from .memory import Bytes, buffer
 from .messages import simple
 
-__all__ = [
-    "OPERATORS",
-    "OP_NULL",
-    "SUM",
-    "Op",
-    "check_alike",
-    "check_defined",
-    "fold",
-    "operator_of",
-]
-
 _Fold = Callable[[Any, Any], Any]
 
 

@@ -8,9 +8,6 @@ from typing import Any
 
 from .memory import buffer
 
-__all__ = ["Pickle", "loads", "pickle"]
-
-
 _THRESHOLD = 256 * 1024
 
 

@@ -33,8 +33,6 @@ from .operations import (
 from .pickling import loads, pickle
 from .requests import MESSAGE_NO_PROC, NO_PARTS, Matched, Message, Request, forms
 
-__all__ = ["TAG_UB", "PointToPoint"]
-
 TAG_UB = 2**31 - 1
 
 

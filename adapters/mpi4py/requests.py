@@ -26,8 +26,6 @@ from .operations import (
     wait_for,
 )
 
-__all__ = ["NO_PARTS", "Grequest", "Matched", "Message", "Prequest", "Request", "forms"]
-
 #: Function that refuses a call on parts of messages.
 NO_PARTS = refusing("a partitioned message", "its engine sends whole messages", "Use Send_init.")
 

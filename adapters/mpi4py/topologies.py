@@ -20,8 +20,6 @@ from .messages import equal, simple, vector, vector_of_types
 from .operations import Operation
 from .requests import forms
 
-__all__ = ["Cartcomm", "Compute_dims", "Distgraphcomm", "Graphcomm", "Topocomm"]
-
 GRAPH, CART, DIST_GRAPH = 1, 2, 3
 UNWEIGHTED, WEIGHTS_EMPTY = 10, 11
 

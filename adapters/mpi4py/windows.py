@@ -18,8 +18,6 @@ from .handles import Handle, Inner
 from .info import INFO_NULL, Info
 from .memory import Bytes, buffer
 
-__all__ = ["WIN_NULL", "File", "Session", "Win"]
-
 _LOCK_EXCLUSIVE = 1
 
 

@@ -16,8 +16,6 @@ from collective.memory.holding import hold
 if TYPE_CHECKING:
     from collective.inner import Spot, cuda
 
-__all__ = ["TorchAdapter"]
-
 _DTYPES: dict[torch.dtype, DType] = {
     getattr(torch, name): dtype for name, dtype in BY_NAME.items() if hasattr(torch, name)
 }

@@ -20,8 +20,6 @@ from .futures import reach_held_works
 from .process_group import GroupCalls
 from .untraced import untraced
 
-__all__ = ["Backend", "way"]
-
 _c10d: Any = importlib.import_module("torch._C._distributed_c10d")
 # Methods of the C++ class that a class in Python overrides since torch 2.14. A torch that lacks one
 # has another interface than this module knows.

@@ -11,8 +11,6 @@ from collective import Communicator, InvalidArgumentError, ShapeError
 from collective.inner import comm_or_current, refuses
 from collective.training.statistics import JoinedBatch, SharedCommunicator
 
-__all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
-
 _Norm: Any = torch.nn.modules.batchnorm._BatchNorm
 _LazyNorm: Any = torch.nn.modules.batchnorm._LazyNormBase
 _TORCHS = {"bias": "it has no equivalent here; see affine=", "process_group": "use comm="}

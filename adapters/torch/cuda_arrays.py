@@ -11,8 +11,6 @@ from collective import AllocationError, DeviceError
 from collective.inner import BY_NAME, DeviceArray, DType, Spot, cuda
 from collective.memory import buffer, device_adapter, device_copies, dlpack
 
-__all__ = ["current_stream", "empty", "spot", "used_on", "view", "wrap"]
-
 try:
     # This private function is ten times as fast as the public one. torch's own compiler uses it.
     _current_handle: Any = torch._C._cuda_getCurrentRawStream

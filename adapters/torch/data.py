@@ -12,8 +12,6 @@ import torch
 from collective import Communicator, InvalidArgumentError
 from collective.inner import refuses, shares
 
-__all__ = ["PrefetchLoader", "ShardedSampler"]
-
 _Sampler: Any = torch.utils.data.Sampler
 #: Arguments of PyTorch's DistributedSampler, and what to write instead.
 _TORCHS = {

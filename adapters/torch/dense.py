@@ -25,8 +25,6 @@ from torch.overrides import TorchFunctionMode
 
 from .untraced import untraced
 
-__all__ = ["InBuckets", "Target", "dense_weights", "is_for"]
-
 #: Function of a parameter's number and of the graph's node that takes the gradient. It returns the
 #: tensor in which the gradient may be computed, or None.
 Target = Callable[[int, Any], "torch.Tensor | None"]

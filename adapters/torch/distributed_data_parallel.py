@@ -56,8 +56,6 @@ from .wrapped import (
 if TYPE_CHECKING:
     from collective import Communicator, Work
 
-__all__ = ["DistributedDataParallel"]
-
 _MIB = 1 << 20
 # What an error says of a rank that has ended its loop over the batches, and what it should say.
 _UNEVEN = (

@@ -19,18 +19,6 @@ from collective.request import call_site, in_thread
 
 from .untraced import untraced
 
-__all__ = [
-    "LOSES_WORKS",
-    "FutureCall",
-    "GroupWork",
-    "JoinedCalls",
-    "Queue",
-    "as_cpp_work",
-    "called_by_torch",
-    "in_backward",
-    "reach_held_works",
-]
-
 # Untyped, because the type annotations of this class differ between versions of torch.
 _Base: Any = dist.distributed_c10d.Work
 #: Function that returns -1, except within a backward pass.

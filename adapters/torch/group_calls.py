@@ -35,26 +35,6 @@ from collective.inner import BY_NAME, Failure, Op, call_in_place
 
 from .synchronous import sum_sparse
 
-__all__ = [
-    "all_gather",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_together",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "gather",
-    "monitored_barrier",
-    "one_by_one",
-    "recv",
-    "recv_own",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "scatter",
-    "send",
-]
-
 Tensor = torch.Tensor
 _KNOWN = {getattr(torch, name) for name in BY_NAME if hasattr(torch, name)}
 # A view of these as bytes would have a byte for each element, which is longer than their memory.

@@ -15,8 +15,6 @@ from collective import ANY_SOURCE, CollectiveTimeoutError, Communicator, Status
 from . import group_calls
 from .futures import GroupWork, Queue
 
-__all__ = ["GroupMessages"]
-
 Tensor = torch.Tensor
 # Number of queues that are kept. Each of them may have a thread for some seconds.
 _QUEUES = 64

@@ -10,8 +10,6 @@ from collective import GradientError
 if TYPE_CHECKING:
     from collective import Communicator
 
-__all__ = ["Attendance"]
-
 
 class Attendance:
     """Record of the ranks that still have inputs.

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-__all__ = ["BackwardPass", "ForwardPass", "Passes", "leaves_behind", "tensors_in", "weakly"]
-
 # Returns -1 outside of a backward pass.
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph

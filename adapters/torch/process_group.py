@@ -35,8 +35,6 @@ from .group_messages import GroupMessages
 from .staged import Staging
 from .untraced import untraced
 
-__all__ = ["GroupCalls", "ProcessGroup"]
-
 Tensor = torch.Tensor
 # Untyped, because the type annotations of this class differ between versions of torch, and some
 # annotations are wrong.

@@ -17,8 +17,6 @@ from collective import DeviceError, InvalidArgumentError
 from . import scattering
 from .replicating import check_replicable, replicate
 
-__all__ = ["DataParallel", "data_parallel", "parallel_apply"]
-
 
 class DataParallel(nn.Module):
     """Wrapper that calls a module on several devices of this process, each with a part of a batch.

@@ -18,8 +18,6 @@ from collective import DeviceError, InvalidArgumentError, ShapeError, Unsupporte
 
 from .scattering import as_device, as_devices, move
 
-__all__ = ["broadcast_coalesced", "check_replicable", "reduce_add_coalesced", "replicate"]
-
 # Names of a module's own dicts and sets. Every copy gets its own, so that registering or removing
 # something in a running copy affects only that copy.
 _OWN = [name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set))]

@@ -20,8 +20,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from collective import DeviceError, DtypeError, InvalidArgumentError, ShapeError, UnsupportedError
 
-__all__ = ["as_device", "as_devices", "gather", "move", "scatter", "scatter_kwargs", "tensors_in"]
-
 # Types of outputs that gather() compares by value: equal values of all replicas become one value.
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 

@@ -19,8 +19,6 @@ from collective.training.shard_passes import Generator, StateFold, refuse_joined
 from .batch_norm import SyncBatchNorm
 from .wrapped import announce
 
-__all__ = ["ShardLoop", "generators_of", "refuse_with_shards"]
-
 _REMEDY = (
     "Each shard's pass has to begin with the same state. Register state as a buffer in the "
     "constructor of the module, or compute it before the loop; change parameters between loops."

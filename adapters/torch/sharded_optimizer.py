@@ -32,8 +32,6 @@ from .wrapped import announce
 if TYPE_CHECKING:
     from collective import Communicator
 
-__all__ = ["ShardedOptimizer", "is_share"]
-
 _Base: Any = torch.optim.Optimizer
 # After a step of one of these, the other ranks' parameters are still to be received.
 _SHARES: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

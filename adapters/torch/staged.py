@@ -15,8 +15,6 @@ from collective.inner import platform
 from . import group_calls
 from .futures import in_backward
 
-__all__ = ["Staging"]
-
 Tensor = torch.Tensor
 # A smaller tensor is copied into a message anyway. A larger one would need too much memory.
 _LEAST, _MOST = 16 << 10, 256 << 20

@@ -15,16 +15,6 @@ from collective.training.elastic_copies import digest_of
 if TYPE_CHECKING:
     from collective import Communicator
 
-__all__ = [
-    "all_reduce_sparse",
-    "broadcast_state",
-    "broadcast_tensors",
-    "empty_sparse",
-    "sum_sparse",
-    "sync_gradients",
-    "sync_initial_weights",
-]
-
 
 def broadcast_state(module: nn.Module, comm: Communicator | None = None, root: int = 0) -> None:
     """Give every rank the parameters and buffers of ``root``.

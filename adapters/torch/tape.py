@@ -11,8 +11,6 @@ import torch
 from collective import DtypeError, InvalidArgumentError
 from collective.inner import Op, differentiable
 
-__all__ = ["Tape"]
-
 
 class _Linear(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     """Collective that is linear in the ranks' tensors, so backward needs no saved tensors."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any, TypeVar
 
-__all__ = ["untraced"]
-
 _frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
 Class = TypeVar("Class", bound=type)
 

@@ -17,15 +17,6 @@ from .untraced import untraced
 if TYPE_CHECKING:
     from collective import Communicator
 
-__all__ = [
-    "Snapshot",
-    "announce",
-    "refuse_max_norm",
-    "trained_parameters",
-    "with_prefix",
-    "without_prefix",
-]
-
 _PREFIX = "module."
 _VALUES = methodcaller("values")
 _FACTS = attrgetter("requires_grad", "dtype", "device", "shape")

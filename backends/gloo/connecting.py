@@ -22,8 +22,6 @@ from collective.platform import stop_listening
 
 from .engine import CUT_TAG, AddressStore, cut, device, process_group, seconds
 
-__all__ = ["Connector"]
-
 # Seconds that the proofs may take once all ranks are connected: a round trip, so that a silent
 # stranger is found soon. For slow networks each further attempt has twice the time, up to a limit.
 _PROOF_S, _LONGEST_PROOF_S = 0.25, 5.0

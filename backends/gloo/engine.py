@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 # The members that are used here are missing from torch's type stubs.
 _dist: Any = torch.distributed
 
-__all__ = ["CUT_TAG", "AddressStore", "cut", "device", "process_group", "seconds"]
-
 #: The tag of the receive that :func:`cut` posts. No rank sends with this tag.
 CUT_TAG = 2**31 - 1
 # Gloo's smallest unit of time: Gloo would take a shorter timeout as no timeout at all.

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from collective.contract.world import World
     from collective.request import Request
 
-__all__ = ["GlooBackend"]
-
 # Our own deadline expires first, because our error can name the absent ranks. Gloo's time limit is
 # later by this many seconds.
 _SLACK_S = 5.0

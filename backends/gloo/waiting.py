@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-__all__ = ["Elsewhere"]
-
 
 class Elsewhere:
     """Run of a function in another thread of this process; the function may never return.

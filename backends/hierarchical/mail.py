@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from .topology import Topology
 
-__all__ = ["TwoLevelMail"]
-
 
 class _OnLevel:
     """A posted operation of a level, with the rank's number in the whole communicator."""

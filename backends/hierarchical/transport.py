@@ -54,8 +54,6 @@ from collective.request import Disagreement, Request
 from .mail import TwoLevelMail
 from .topology import Topology
 
-__all__ = ["HierarchicalBackend"]
-
 _UINT8 = BY_NAME["uint8"]
 _INT64 = BY_NAME["int64"]
 _MEETING_TAG = -3

@@ -24,11 +24,6 @@ from .library import leave_unfinished
 from .polling import POLLS, finish, settle
 from .watchdog import Blocking
 
-__all__ = [
-    "BLOCKING", "BY_MESSAGES", "POLLED", "Arrival", "Carrying", "MpiPlan", "explained",
-    "mapped", "now", "pause",
-]  # fmt: skip
-
 Array = np.ndarray[Any, Any]
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collective.memory.dtypes import DType
     from collective.request import Request
 
-__all__ = ["MpiCollectives"]
-
 #: Function that makes a move from a request and MPI's type of its elements.
 _Prepare = Callable[["MpiCollectives", "Request", Any], "_Move"]
 

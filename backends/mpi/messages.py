@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from collective.backends.peers.wait import Wait
     from collective.memory.buffer import Buffer
 
-__all__ = [
-    "BYTES_TAG", "EAGER_BYTES", "LONG_BYTES", "MAIL_TAG", "MOST_BYTES", "MpiMessages", "parts",
-]  # fmt: skip
-
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
 

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from collective.backends.peers.wait import Wait
     from collective.native import Heads
 
-__all__ = ["PlainMessages"]
-
-Array = np.ndarray[Any, Any]
-
 _UINT8 = BY_NAME["uint8"]
 _WORDS_BYTES = HEAD_BYTES - HEAD_ROOM
 # Number of peers and tags that are remembered, for sends and for receives each. The number is

@@ -13,8 +13,6 @@ from .library import leave_unfinished, waiting
 if TYPE_CHECKING:
     from collective.backends.peers.wait import Wait
 
-__all__ = ["POLLS", "finish", "settle", "spin"]
-
 #: Polls before the core is yielded: a peer that is about to come does so within microseconds.
 POLLS = range(50)
 # MPI moves data only inside its calls, and a poll moves a part of a long message. So pauses must

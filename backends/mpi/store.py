@@ -15,8 +15,6 @@ from collective.errors import RendezvousError
 
 from .library import enrol, leave_unfinished, start
 
-__all__ = ["MpiStore"]
-
 _PAUSE_S = 0.001
 # For this many seconds after its last use the store still polls for messages by itself.
 _QUIET_S = 5.0

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from collective.contract.world import World
     from collective.request import Request
 
-__all__ = ["MpiTransport"]
-
 Array = np.ndarray[Any, Any]
 # Pause between two checks whether the other ranks still come, while MPI makes a communicator.
 _LOOK_S = 0.002

@@ -29,8 +29,6 @@ from .library import waiting
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel
 
-__all__ = ["Blocking", "agreed", "watch"]
-
 # Pause between two looks at the running calls.
 _LOOK_S = 0.25
 # Pause between two calls of MPI for ranks that are still in a call that this rank has left.

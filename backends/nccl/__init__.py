@@ -14,6 +14,6 @@ if TYPE_CHECKING:
     from .transport import NcclBackend
 else:  # to a type checker, a __getattr__ would mean that the module has any name
     # A program that only looks for the library does not need the transport.
-    __getattr__, __dir__ = on_demand(__name__, {"NcclBackend": "transport"})
+    __getattr__, __dir__ = on_demand(__name__, {"transport": "NcclBackend"})
 
 __all__ = ["NcclBackend"]

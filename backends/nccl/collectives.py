@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from .engine import NcclComm
     from .library import NcclLibrary
 
-__all__ = ["Collectives"]
-
 _BYTE = DTYPES["uint8"]
 # The dtypes for premul_sum. The types of 8 bits are not among them: NCCL needs the factor rounded
 # to the type.

@@ -23,8 +23,6 @@ from .prototypes import IN_PROGRESS, UniqueId, new_config
 if TYPE_CHECKING:
     from collective.cuda import Device
 
-__all__ = ["NcclComm"]
-
 # Seconds between two polls of a call that takes long.
 _STEP_S = 0.0005
 

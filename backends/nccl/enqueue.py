@@ -27,8 +27,6 @@ from .prototypes import ITEMSIZES, SCALAR_ON_HOST, WINDOW_SYMMETRIC
 if TYPE_CHECKING:
     from collective.cuda import Device
 
-__all__ = ["CallGroup", "NcclCalls", "Poll", "patient"]
-
 #: Function that checks the deadline and the ranks' health, and raises to give up.
 Poll = Callable[[], None]
 

@@ -26,8 +26,6 @@ from .watch import failure_of
 if TYPE_CHECKING:
     from collective.contract.world import World
 
-__all__ = ["Reporting", "breaker", "broadcast_store", "connect_step", "host_plane"]
-
 _CONNECT = Request("connect", over="nccl")
 
 

@@ -15,8 +15,6 @@ from collective.memory.dtypes import DType
 
 from .prototypes import DTYPES, FUNCTIONS, IN_PROGRESS, OLDEST, RESULTS, UniqueId, version_text
 
-__all__ = ["FEATURES", "VARIABLE", "NcclLibrary", "find", "install_command", "load"]
-
 #: The environment variable that names the library.
 VARIABLE = "COLLECTIVE_NCCL_LIBRARY"
 _SONAME = "libnccl.so.2"

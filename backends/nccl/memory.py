@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from .engine import NcclComm
     from .watch import Watch
 
-__all__ = ["Blocks"]
-
 # Windows begin and end at pages (NCCL_WIN_REQUIRED_ALIGNMENT).
 _PAGE = 4096
 

@@ -67,8 +67,6 @@ if TYPE_CHECKING:
 
     from .engine import NcclComm
 
-__all__ = ["NcclMessages"]
-
 _INT64 = BY_NAME["int64"]
 _UINT8 = 1  # ncclUint8
 # For a user's tag t, notes have the tag _NOTES + t and grants the tag _GRANTS - t. No other

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from .library import NcclLibrary
 
-__all__ = ["Card", "Meeting", "agree_on"]
-
 _UINT8 = BY_NAME["uint8"]
 # Length of a packed card, and the largest number of characters of an error's text in it.
 CARD_BYTES = 2048

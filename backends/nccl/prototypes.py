@@ -9,21 +9,6 @@ from __future__ import annotations
 import ctypes
 from typing import Any, NamedTuple
 
-__all__ = [
-    "DTYPES",
-    "FUNCTIONS",
-    "ITEMSIZES",
-    "OLDEST",
-    "OPS",
-    "RESULTS",
-    "UNDEFINED",
-    "NcclConfig",
-    "Prototype",
-    "UniqueId",
-    "new_config",
-    "version_text",
-]
-
 #: The oldest version that is supported: the first one that splits communicators and registers
 #: memory.
 OLDEST = 21901

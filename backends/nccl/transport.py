@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 
     from .library import NcclLibrary
 
-__all__ = ["NcclBackend"]
-
 # Seconds that work on the GPUs may take to end when this rank leaves.
 _LEAVE_S = 2.0
 # Number of side streams that are kept. There is a limit because a program may never use a lane

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from .engine import NcclComm
 
-__all__ = ["Asked", "Batch", "Pending", "Watch", "failure_of"]
-
 # Seconds between two polls of the operations in flight: short at first, then growing.
 _FIRST_S, _GROWTH, _LAST_S = 1e-3, 1.5, 50e-3
 # Seconds for which the thread keeps polling when nothing is in flight, before it sleeps until

@@ -57,8 +57,6 @@ from .wait import SLICE_S, Running, Wait, asks_at
 if TYPE_CHECKING:
     from .monitor import Monitor
 
-__all__ = ["WORLD", "Channel", "Unclosed", "tell_dropped"]
-
 #: The name of the communicator of all ranks.
 WORLD = "world"
 # Grace period after a rank has left: it may have sent the awaited message before it left.

@@ -39,8 +39,6 @@ from .messages import ENROLMENT, FROM_RANKS, check, disagreement, followed
 if TYPE_CHECKING:
     from collective.contract.world import World
 
-__all__ = ["Hub"]
-
 # How long a comparison waits for the ranks' reports. A rank whose interpreter is busy in code
 # that holds the GIL may not answer at all.
 _CHECK_S = 0.5

@@ -21,11 +21,6 @@ from collective.contract.waits import NO_CALL, Waiting, from_wire, last_done, ne
 from collective.control.link import Message
 from collective.request import Request, describe, differing
 
-__all__ = [
-    "ENROLMENT", "FROM_HUB", "FROM_RANKS", "check", "disagreement", "followed", "last_call",
-    "last_call_of", "make_report", "waits_of",
-]  # fmt: skip
-
 # Number of calls in a report: ranks that are further apart have made different calls.
 _REPORTED = 8
 # Maximum length of the text of a call, in characters.

@@ -50,8 +50,6 @@ from .standby import Standby
 if TYPE_CHECKING:
     from collective.contract.world import World
 
-__all__ = ["Monitor"]
-
 # The store's key under which rank 0 publishes how to reach the hub.
 _KEY = "monitor"
 # How long the hub may take to conclude the roll call after its deadline.

@@ -40,11 +40,6 @@ from .wait import Running, Wait
 if TYPE_CHECKING:
     from collective.contract.world import World
 
-__all__ = [
-    "OF_LEVELS", "HandedStore", "Monitored", "Paired", "Pairing", "explained", "inside",
-    "listens_at",
-]  # fmt: skip
-
 #: Errors that a level raises in its own terms, such as its own numbers of ranks.
 OF_LEVELS = (
     BackendError, CollectiveTimeoutError, CommunicatorAbortedError, CommunicatorClosedError,

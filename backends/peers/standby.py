@@ -45,8 +45,6 @@ from collective.errors import RendezvousError
 if TYPE_CHECKING:
     from collective.contract.world import World
 
-__all__ = ["LastingStore", "Standby"]
-
 # Errors of a connection to a standby that is gone: nobody listens at its port, or another listener
 # has got the port, as happens soon if the ranks may use only a few (COLLECTIVE_PORT).
 _GONE = (ConnectionRefusedError, AnotherKeyError)

@@ -15,8 +15,6 @@ from collective.deadline import Deadline
 if TYPE_CHECKING:
     from .channel import Channel
 
-__all__ = ["SLICE_S", "Running", "Wait", "asks_at"]
-
 #: Longest time that a wait blocks between two checks.
 SLICE_S = 0.1
 # The same while posted messages are in flight, which the waits move.

@@ -10,8 +10,6 @@ from typing import Any
 from .fence import fence
 from .layout import LINE
 
-__all__ = ["Board"]
-
 
 class Board:
     """Board with one notice from each rank, which every rank may read at any time.

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from collective.contract.backend import Plan
     from collective.request import Request
 
-__all__ = ["Compiled", "exchange_bytes", "make_exchange", "make_mail"]
-
 # Number of C's polls of a word, 10 to 40 ns each, before it yields the processor. If each rank has
 # its own core, C polls for some microseconds. If a peer needs the core, it polls for a moment only.
 _LOOKS, _LOOKS_CROWDED = 200, 4

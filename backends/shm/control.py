@@ -52,8 +52,6 @@ from .layout import (
 )
 from .segment import Segment
 
-__all__ = ["BROKEN", "POLLS_CROWDED", "Control", "address_of", "description"]
-
 Array = np.ndarray[Any, Any]
 
 # Words of a rank's line. A fast peer may be one step ahead, and write while this rank still reads

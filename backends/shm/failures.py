@@ -9,8 +9,6 @@ from collective.contract.failure import Failure
 from .board import Board
 from .layout import FAILURE_BYTES
 
-__all__ = ["cause", "report"]
-
 # Characters to keep of a text that is too long, if most of them are ASCII, and if none is.
 _KEPT = FAILURE_BYTES * 3 // 4, FAILURE_BYTES // 8
 

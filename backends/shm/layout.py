@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "CALLS", "CALL_BYTES", "FAILURE_BYTES", "LINE", "NOTICE_BYTES", "PAYLOAD_BYTES",
-    "SLOT_BYTES", "WAITS_BYTES", "Layout",
-]  # fmt: skip
-
 #: Words of a rank's line: 512 bytes, so that prefetches of the neighbours' lines do not reach it.
 LINE = 64
 #: Bytes of a slot. Arrays up to this length are copied through slots: two copies in cache cost less

@@ -18,8 +18,6 @@ from collective.platform import SHARED_MEMORY, descriptor_path
 from .control import Control, address_of
 from .segment import Segment, map_shared
 
-__all__ = ["Heap", "RemoteRegion"]
-
 Array = np.ndarray[Any, Any]
 _PAGE = 4096
 

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Sequence
 
 from collective.platform import PROC, allow_to_read, process_status
 
-__all__ = ["Permission"]
-
 _SCOPE = PROC / "sys/kernel/yama/ptrace_scope"
 
 _granted: weakref.WeakSet[Permission] = weakref.WeakSet()

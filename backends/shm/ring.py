@@ -14,8 +14,6 @@ import numpy as np
 from .control import Control
 from .fence import fence
 
-__all__ = ["Prefix", "Ring", "refuse"]
-
 Array = np.ndarray[Any, Any]
 
 # Words at the beginning of a ring, each in a cache line of its own: bytes that the sender has

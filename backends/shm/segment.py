@@ -20,8 +20,6 @@ from collective.contract.process import RAISE_THE_LIMIT
 from collective.errors import BackendUnavailableError
 from collective.platform import fix_length, is_file, shared_file, still_leads_to, want_huge_pages
 
-__all__ = ["TOO_MANY_FILES", "Segment", "map_shared"]
-
 #: Error codes of open(2) for a process or a system without a free descriptor.
 TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 

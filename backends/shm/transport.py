@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from collective.contract.world import World
     from collective.request import Request
 
-__all__ = ["ShmBackend"]
-
 Array = np.ndarray[Any, Any]
 
 _UINT8 = BY_NAME["uint8"]

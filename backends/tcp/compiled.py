@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from .stream import Stream
     from .transport import TcpBackend
 
-__all__ = ["CompiledMessages"]
-
 # Seconds for which C polls before Python waits, if each rank has a core of its own. Meanwhile the
 # peer's message comes without the kernel's wake-up, which takes some 5 µs, and as long again if the
 # core has begun to sleep. If ranks share cores, a rank that polls keeps its peer from running.

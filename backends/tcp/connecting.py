@@ -29,8 +29,6 @@ from collective.control.link import Link, Message, Records, connect, listen
 from collective.control.server import Server
 from collective.errors import BackendError, CommunicatorAbortedError, ConfigError
 
-__all__ = ["Connection", "connect_all"]
-
 _ADDRESSES, _CONNECTED = "addresses", "connected"
 # The listening side's answer to a rank that it admits.
 _WELCOME = b"welcome\n"

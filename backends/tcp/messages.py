@@ -29,8 +29,6 @@ from .stream import Stream
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel
 
-__all__ = ["StreamMessages"]
-
 # A wait polls for this long before it sleeps in the kernel.
 _POLL_S = 30e-6
 

@@ -12,8 +12,6 @@ from collective.backends.flow import Flow
 from collective.backends.inbox import Array, StreamLock
 from collective.control.link import Records
 
-__all__ = ["Prefix", "Stream", "stream_of"]
-
 _PREFIX = struct.Struct("<Qqq")
 # Bytes that one system call moves at most: both directions take turns, and the caches keep what a
 # fold is about to read.

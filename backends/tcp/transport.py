@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from collective.contract.world import World
     from collective.request import Request
 
-__all__ = ["Nested", "TcpBackend"]
-
 # Seconds that a rank waits for bytes that a peer does not take, before it closes their connection.
 _LINGER_S = 30.0
 

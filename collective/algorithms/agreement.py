@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from .messages import Messages
 
-__all__ = ["agree", "barrier", "compare_headers"]
-
 _INT64, _UINT8 = BY_NAME["int64"], BY_NAME["uint8"]
 
 

@@ -44,21 +44,6 @@ from collective.platform import default_floats
 if TYPE_CHECKING:
     from collective.deadline import Deadline
 
-__all__ = [
-    "Fold",
-    "around",
-    "bfloat16_to_float32",
-    "check",
-    "float32_to_bfloat16",
-    "fold",
-    "folded_as",
-    "post",
-    "pre",
-    "reference",
-    "schedule",
-    "steady",
-]
-
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 

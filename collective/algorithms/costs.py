@@ -14,16 +14,6 @@ from __future__ import annotations
 
 import functools
 
-__all__ = [
-    "START_BYTES",
-    "doubling_beats_pairwise",
-    "doubling_beats_parts",
-    "forwarding_pays",
-    "rounds",
-    "tree_beats_chain",
-    "whole_pays",
-]
-
 #: Number of bytes that could be carried in the time that it takes to start a message. Starting
 #: takes some 15 µs in Python, and processes of one host carry some 8 GB/s. (A network carries fewer
 #: bytes in that time, but also takes longer to start a message.)

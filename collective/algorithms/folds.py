@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from .messages import Messages
 
-__all__ = ["Folding", "collected", "doubled", "parts"]
-
 
 class Folding:
     """Arithmetic of one reduction: each input enters once, and each result leaves once.

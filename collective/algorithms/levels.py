@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 
     from .messages import Messages
 
-__all__ = [
-    "Levels", "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce",
-    "reduce_scatter", "regroups", "scatter",
-]  # fmt: skip
-
 _SUM = as_op("sum")
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from collective.memory.dtypes import DType
     from collective.ops import ReduceOp
 
-__all__ = ["COLLECTIVE_TAG", "GROUP_TAG", "Messages", "PointToPoint", "sendrecv"]
-
 # Negative tags belong to the package. Each one has a single purpose, because a transport may use
 # other transports. Tag -2 is for groups over shm, and -3 for hierarchical. Tags -4, -5 and all from
 # -16 down are for nccl.

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 
     from .messages import Messages
 
-__all__ = [
-    "TreeNode", "all_gather", "all_to_all", "broadcast", "gather", "node_at", "ring", "scatter",
-    "send_to_root",
-]  # fmt: skip
-
 
 class TreeNode(NamedTuple):
     """Node of the tree at one position.

@@ -13,11 +13,6 @@ from collective.errors import ShapeError
 if TYPE_CHECKING:
     from collective.memory.buffer import Buffer
 
-__all__ = [
-    "CHUNK_BYTES", "check_counts", "chunk", "chunks", "copy", "cut", "even", "limits",
-    "split_sizes",
-]  # fmt: skip
-
 #: Length of the pieces in which long messages are folded, and so of scratch memory. Two
 #: pieces fill a second-level cache of 1 MiB. One piece is four times the bytes that could be
 #: carried while a message starts (``costs.START_BYTES``). With pieces of 128 KiB, a long all-reduce

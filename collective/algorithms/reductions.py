@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from .folds import Folding
     from .messages import Messages
 
-__all__ = ["all_reduce", "reduce", "reduce_scatter", "scan"]
-
 
 @np.errstate(all="ignore")
 def all_reduce(messages: Messages, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool) -> None:

@@ -36,11 +36,6 @@ if TYPE_CHECKING:
     from collective.ops import ReduceOp
     from collective.request import Request
 
-__all__ = [
-    "COPY", "DIVIDE", "DST", "EXCHANGE", "FOLD", "INSIDE", "SCRATCH", "SRC", "Marked", "Schedule",
-    "Step", "comparison", "record",
-]  # fmt: skip
-
 Array = np.ndarray[Any, Any]
 
 #: Bases of places: the input, the output, and the scratch memory of a call.

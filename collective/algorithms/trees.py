@@ -27,8 +27,6 @@ from . import arithmetic, pieces
 if TYPE_CHECKING:
     from .folds import Folding
 
-__all__ = ["Join", "Merging", "NodeFolds", "Span", "nodes"]
-
 
 class Span(NamedTuple):
     """Leaves ``start`` to ``stop - 1`` of a tree."""

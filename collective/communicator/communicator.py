@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 else:
     _Handle = native.handle()
 
-__all__ = ["Communicator"]
-
 L = TypeVar("L", bound=Array)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

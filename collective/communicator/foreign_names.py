@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from collective.contract.work import Work
 from collective.memory.holding import hold
 
-__all__ = ["ForeignNames", "explain_arguments", "explained", "refuses", "remedy_of"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _BACKGROUND = "with async_op=True, which returns a Work; work.wait()"

@@ -16,8 +16,6 @@ from .calls.message import NULL
 if TYPE_CHECKING:
     from .communicator import Communicator
 
-__all__ = ["Grid"]
-
 #: Names of mpi4py's ``Cartcomm``, and the names here.
 _FOREIGN = {
     "Get_cart_rank": "rank_at(coords)",

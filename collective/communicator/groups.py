@@ -34,8 +34,6 @@ from .host_calls import ObjectCalls
 if TYPE_CHECKING:
     from .communicator import Communicator
 
-__all__ = ["group", "split", "succeed"]
-
 C = TypeVar("C", bound="Communicator")
 _UINT8 = BY_NAME["uint8"]
 # Length of a member's note to the leader, and of the leader's answer.

@@ -21,8 +21,6 @@ from .calls.message import Recv, Send, Status
 from .calls.scattering import Scatter
 from .path import Path
 
-__all__ = ["HostCalls", "ObjectCalls"]
-
 
 class HostCalls:
     """Calls of a communicator on NumPy arrays, ordered with the communicator's other calls.

@@ -32,8 +32,6 @@ from .listener import Listener
 from .mail import Mail
 from .path import Path
 
-__all__ = ["Closed", "Inner"]
-
 # Every communicator of this process. A forked child must disable them all.
 _alive: weakref.WeakSet[Inner] = weakref.WeakSet()
 # Error text for a communicator that the program itself has closed.

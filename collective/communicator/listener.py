@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from .communicator import Communicator
 
-__all__ = ["CallEvent", "Hook", "Listener", "Listeners"]
-
 T = TypeVar("T")
 #: Function that breaks the communicator, and sends the error to the peers.
 Fail = Callable[[BaseException], None]

@@ -24,8 +24,6 @@ from collective.errors import InvalidArgumentError, UnsupportedError
 if TYPE_CHECKING:
     from .path import Path
 
-__all__ = ["Mail"]
-
 # The engine's tags of these messages have this bit, then the context, then a bit for a wanted
 # answer, then 31 bits for the tag of the caller. All other messages of a communicator have smaller
 # or negative tags.
@@ -127,12 +125,6 @@ class Mail:
     def progress(self) -> None:
         """Do all that is possible for all posted operations, without waiting."""
         self.engine.progress()
-
-    def test(self, posted: Posted) -> bool:
-        """Make progress, and return whether an operation has ended."""
-        if not posted.done:
-            self.engine.progress()
-        return posted.done
 
     def wait(self, posted: Posted, timeout: float | None = None) -> Posted:
         """Wait for an operation, and return it.

@@ -10,8 +10,6 @@ from collective.generations import changes
 if TYPE_CHECKING:
     from .communicator import Communicator
 
-__all__ = ["Membership"]
-
 
 class Membership:
     """Ranks of a communicator, from one generation to the next, as ``comm.membership``."""

@@ -27,8 +27,6 @@ from collective.errors import CollectiveError, InvalidArgumentError
 from collective.memory import dtypes
 from collective.memory.arrays import adapter_like, adapter_of, is_array
 
-__all__ = ["arrives_alike", "decode", "encode"]
-
 _SAFE, _PICKLE = b"\x01", b"\x02"
 _HEAD = struct.Struct("<cQ")
 _ALIGN = 16

@@ -14,8 +14,6 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
 from collective.memory.overlap import find_overlap, writable_arrays
 
-__all__ = ["Output", "input_buffer", "outputs_of", "refuse_overlap", "same_memory"]
-
 
 class Output:
     """Array for the result of a call: the user's array or a new one.

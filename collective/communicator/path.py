@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from .calls.message import Message
     from .posted import PostedWork
 
-__all__ = ["Path"]
-
 T = TypeVar("T")
 
 # Number of plans that a path remembers. A program makes some dozens of distinct calls. The bound

@@ -15,8 +15,6 @@ from collective.errors import CollectiveTimeoutError
 if TYPE_CHECKING:
     from .path import Path
 
-__all__ = ["PostedWork", "Steps", "post_receive", "post_send"]
-
 #: A message in steps: each yields the posted operations that it waits for, and the last one returns
 #: the result.
 Steps = Generator[Sequence[Any], None, Any]

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from .calls.call import Planned
     from .communicator import Communicator
 
-__all__ = ["RepeatedCall", "view"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 # Which of the two arrays that the library passes a plan reads or writes.
 _NEITHER, _IN, _OUT = -1, 0, 1

@@ -35,14 +35,6 @@ if TYPE_CHECKING:
     #: Head and payload of a message.
     Parts = tuple[Head, Buffer | None]
 
-__all__ = [
-    "Results",
-    "checksum",
-    "compare_messages",
-    "interval_of",
-    "sums_of",
-]
-
 _UINT8 = BY_NAME["uint8"]
 # Operations that only move data: the rank that sends a piece knows it.
 _MOVES = ("all_gather", "all_to_all", "broadcast", "gather", "scatter")

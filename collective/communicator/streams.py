@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 
     from .path import Path
 
-__all__ = [
-    "Near", "StreamWork", "enqueue", "nearest", "settle", "stream_work", "synchronized",
-    "with_site", "within",
-]  # fmt: skip
-
 T = TypeVar("T")
 
 

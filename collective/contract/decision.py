@@ -31,8 +31,6 @@ from collective.control.store import Store
 from collective.deadline import Deadline
 from collective.errors import CollectiveTimeoutError, RendezvousError
 
-__all__ = ["Decision", "Note"]
-
 #: Note that a rank publishes, a JSON object. The optional key ``exclude`` lists ranks that the
 #: decision does not wait for. The optional key ``patient`` is true if this rank needs no early
 #: end of the wait for silent ranks as long as nothing is broken; see :meth:`Decision.made`.

@@ -17,8 +17,6 @@ from collective.errors import (
     RendezvousError,
 )
 
-__all__ = ["LONGER", "Failure"]
-
 # Programs, and torch's own tests, search the text for "timed out" or "timeout".
 _TIMED_OUT = "timed out: "
 #: End of the text of a timeout, unless a longer timeout cannot help.

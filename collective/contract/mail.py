@@ -31,12 +31,6 @@ from collective.errors import CollectiveError, ShapeError
 if TYPE_CHECKING:
     from collective.deadline import Deadline
 
-__all__ = [
-    "ANY_TAG", "CANCELLED", "EAGER_BYTES", "EXACTLY", "FAILED", "MATCHED", "OVER", "PAYLOAD_TAG",
-    "PENDING", "Engine", "InFlight", "Posted", "Status", "Truncated", "engines_in_use",
-    "progress_all", "use",
-]  # fmt: skip
-
 #: Value of ``tag`` with which a receive takes a message of any tag.
 ANY_TAG = -1
 #: Bytes of a message that its sender may copy; the same number as in messages.h.

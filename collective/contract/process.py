@@ -22,10 +22,6 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 from collective.errors import InvalidArgumentError
 from collective.platform import boot_id, process_namespace, process_status
 
-__all__ = [
-    "RAISE_THE_LIMIT", "NotCopied", "RankProcess", "forked_from", "keep_in_children", "shortage",
-]  # fmt: skip
-
 # Number of descriptors to leave free for the files that other libraries open.
 _SPARE = 16
 

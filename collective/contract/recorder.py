@@ -27,8 +27,6 @@ from collective.request import (
     pass_over_frameworks,
 )
 
-__all__ = ["Entry", "Recorder", "dump_on_signal", "flight_recorder"]
-
 # Calls kept for each communicator: some training steps of a large model. A power of two.
 _CAPACITY = 512
 # Number of calls that the text of a recorder lists.

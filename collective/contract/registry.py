@@ -14,8 +14,6 @@ from .backend import Backend
 if TYPE_CHECKING:
     from importlib import metadata
 
-__all__ = ["BUILT_IN", "ENTRY_POINTS", "Registered", "find", "names", "require"]
-
 #: Entry-point group under which third parties register transports: name -> "module:Class".
 ENTRY_POINTS = "collective.backends"
 

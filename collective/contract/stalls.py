@@ -60,8 +60,6 @@ if TYPE_CHECKING:
     from .backend import Backend
     from .recorder import Recorder
 
-__all__ = ["Circles", "Member", "Membership", "alone", "circle", "look"]
-
 # Prefix of the names of this package's threads. They run no code of the program, except the threads
 # of lanes that are not idle.
 _OWN = "collective-"

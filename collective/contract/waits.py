@@ -19,12 +19,6 @@ from collective.request import call_site, in_thread
 from .backend import ANY_SOURCE
 from .failure import LONGER
 
-__all__ = [
-    "CLOSED", "DROPPED", "NO_CALL", "Caller", "MessageCall", "Waiting", "Waits", "caller",
-    "circle", "departed", "explain", "from_wire", "last_done", "needed", "printable",
-    "publish_after", "shortest_circle", "to_wire",
-]  # fmt: skip
-
 #: The last call of a rank that has made none, for error texts.
 NO_CALL = "no collective call"
 #: How a rank has left, for error texts.

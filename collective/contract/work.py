@@ -15,8 +15,6 @@ from collective.request import in_thread
 from .mail import engines_in_use
 from .process import NotCopied
 
-__all__ = ["Lane", "Work", "all_idle", "deliver"]
-
 T = TypeVar("T")
 
 #: Names that handles of other libraries have, and what to write instead.

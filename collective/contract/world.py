@@ -11,8 +11,6 @@ from collective.control.ports import Ports
 from collective.control.secret import Secret
 from collective.control.store import Store
 
-__all__ = ["World"]
-
 
 @dataclass(frozen=True, slots=True)
 class World:

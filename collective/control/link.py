@@ -45,11 +45,6 @@ if TYPE_CHECKING:
 
     from collective.deadline import Deadline
 
-__all__ = [
-    "AnotherKeyError", "Challenge", "KeyDiffersError", "Link", "Message", "ProofError", "Records",
-    "Tls", "close_in_children", "connect", "encoded", "listen", "parse",
-]  # fmt: skip
-
 Message = dict[str, Any]
 
 _LENGTH = struct.Struct("<I")

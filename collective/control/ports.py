@@ -15,8 +15,6 @@ from typing import NamedTuple, Self
 from collective.errors import ConfigError
 from collective.platform import port_holder
 
-__all__ = ["QUEUE", "Ports", "listening"]
-
 #: Number of connections that may wait for a listener.
 QUEUE = 1024
 _RANGE = re.compile(r"\s*([0-9]{1,5})\s*(?:-\s*([0-9]{1,5})\s*)?", re.ASCII)

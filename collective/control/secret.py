@@ -10,8 +10,6 @@ import hmac
 import os
 from typing import Any, NoReturn
 
-__all__ = ["COMPARE", "LEAST_BYTES", "REMEDY", "Secret", "hkdf", "parse"]
-
 #: Remedy for a missing secret, for error texts and warnings.
 REMEDY = (
     "Give all ranks one secret: COLLECTIVE_SECRET=file:PATH of a file of mode 0600, made with "

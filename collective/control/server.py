@@ -32,8 +32,6 @@ from collective.deadline import Deadline
 
 from .link import Challenge, Link, Message, ProofError, Tls
 
-__all__ = ["LONGEST_MESSAGE", "Handler", "Losses", "RefusedError", "Server", "Values", "ask"]
-
 # Largest number of strangers at once, and the time that a stranger has to prove that it knows the
 # key. It has the short time while others wait, and at most the long time. If a program holds 1,000
 # connections open, the turn of a later peer comes after 8 times the short time.

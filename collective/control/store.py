@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from collective.deadline import Deadline
 from collective.errors import RendezvousError, UnsupportedError
 
-__all__ = ["NotPublishedError", "PrefixedStore", "Store", "WatchedStore", "WrappedStore"]
-
 # A poll costs one failed open(2), some microseconds. Ranks of one job start milliseconds apart at
 # best, so a pause below a millisecond gains nothing.
 _POLL_FIRST_S = 0.001

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from collective.errors import AllocationError, BackendError, BackendUnavailableError
 
-__all__ = ["Copy2D", "Driver", "Entered", "check_driver", "load"]
-
 #: Environment variable that names another library than the system's.
 LIBRARY = "COLLECTIVE_CUDA_LIBRARY"
 _DRIVER = "libcuda.so.1"

@@ -17,8 +17,6 @@ from collective.errors import AllocationError
 
 from .library import OUT_OF_MEMORY, Driver, Entered, load
 
-__all__ = ["LARGEST", "is_pinned", "pinned"]
-
 _SMALLEST = 1 << 12
 #: Largest block that the pool keeps. Larger blocks would hold too many bytes for too few uses.
 LARGEST = 1 << 26

@@ -8,8 +8,6 @@ from typing import Any
 
 from .library import INVALID_CONTEXT, NOT_READY, Driver, Entered, Function
 
-__all__ = ["LAST_NAME", "Device", "Event", "Stream"]
-
 # Values of CUdevice_attribute.
 _MAX_PITCH, _MEMORY_POOLS = 11, 115
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING

@@ -29,8 +29,6 @@ from collective.control.store import Store
 from collective.deadline import Deadline
 from collective.errors import CollectiveTimeoutError, ConfigError, ExcludedError
 
-__all__ = ["Arrivals", "Joining", "Knock"]
-
 #: Version of the protocol that the ranks and joining processes use in the store.
 _PROTOCOL = 1
 _ROLL = "join"

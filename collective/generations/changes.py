@@ -32,8 +32,6 @@ from .lineage import Lineage
 from .next_generation import NextGeneration
 from .succession import Succession
 
-__all__ = ["Parent", "agree", "grow", "shrink", "waiting"]
-
 # Interval at which a rank that waits in agree() checks whether another rank has given up.
 _GIVEN_UP_LOOK_S = 0.05
 

@@ -24,8 +24,6 @@ from collective.errors import (
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 
-__all__ = ["OF_PEERS", "Lineage"]
-
 _TOKEN_BYTES = 8
 _UINT8 = BY_NAME["uint8"]
 #: Errors that a rank's peers cause, and not the rank itself.

@@ -42,8 +42,6 @@ from collective.errors import (
 from .arrivals import Arrivals
 from .lineage import OF_PEERS, Lineage
 
-__all__ = ["NextGeneration", "usual_seconds"]
-
 # Time that the members have to connect, as long as no death is detected: the larger of a multiple
 # of the grace and a number of seconds.
 _CONNECT_GRACES, _CONNECT_S = 2.0, 10.0

@@ -16,8 +16,6 @@ from .arrivals import Arrivals, Knock
 from .lineage import Lineage
 from .next_generation import NextGeneration, usual_seconds
 
-__all__ = ["Joiner", "Succession"]
-
 
 @dataclass(frozen=True)
 class Joiner:

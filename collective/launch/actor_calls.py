@@ -15,8 +15,6 @@ import numpy as np
 from collective import Communicator, DtypeError, InvalidArgumentError, ShapeError, UnsupportedError
 from collective.ops import Op
 
-__all__ = ["ActorCalls"]
-
 _OPS: dict[str, Op] = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
 
 

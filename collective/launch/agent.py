@@ -31,8 +31,6 @@ from .loop import Loop, end_children, ended_children
 if TYPE_CHECKING:
     from .hosts.reachability import Pulse
 
-__all__ = ["Agent", "Host", "LocalHost", "RemoteAgent"]
-
 
 class Agent:
     """Processes of ranks that this process starts and owns.

@@ -15,8 +15,6 @@ import select
 import struct
 from typing import Any, NamedTuple
 
-__all__ = ["BEAT_S", "GREETING", "AgentLine", "Message", "Outlet", "Output"]
-
 #: Seconds between two signs of life of an agent and of the supervisor.
 BEAT_S = 0.25
 #: First bytes that an agent writes.

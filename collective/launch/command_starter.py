@@ -23,8 +23,6 @@ from .outcome import Outcome, RankDiedError
 from .process_starter import ProcessHandle, ProcessStarter
 from .ranks import LOAD_S, Handle
 
-__all__ = ["CalledProcess", "Command", "CommandStarter", "under_mpiexec"]
-
 #: Command to execute, and environment variables to add to those of this process.
 Command = tuple[Sequence[str], Mapping[str, str]]
 

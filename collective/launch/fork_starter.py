@@ -28,8 +28,6 @@ from .command_starter import CalledProcess
 from .process_starter import ProcessStarter
 from .ranks import LEAVE_S, Handle
 
-__all__ = ["ForkServer", "ForkStarter"]
-
 
 class ForkServer:
     """Process that forks ranks: a copy of this one, made by the constructor.

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from .supervisor import Supervisor
     from .variables import Run
 
-__all__ = ["pause_after", "run_attempts", "wait", "watch_over"]
-
 # Signals that the first process passes on. A signal that is ignored, such as SIGHUP under nohup,
 # stays ignored.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -21,8 +21,6 @@ from collective.inner import Deadline, platform
 
 from .agent_line import Outlet
 
-__all__ = ["Loop", "end_children", "ended_children", "parents"]
-
 _READ = 1 << 16
 # A pipe holds 1 MiB at most, and each read takes 64 KiB.
 _PIPE_READS = 16

@@ -25,8 +25,6 @@ from .mpiexec import mpi_segments, remove_segments
 from .supervisor import Meeting, Place, Rank, Supervisor
 from .variables import Run
 
-__all__ = ["MpiSupervisor", "helper"]
-
 # If mpiexec has killed a helper, mpiexec itself should end within this time after it.
 _MOMENT_S = 0.5
 # How long mpiexec may take to end after all helpers got the order to end.

@@ -19,8 +19,6 @@ from collections.abc import Mapping
 from .agent import RemoteAgent
 from .agent_line import Message
 
-__all__ = ["PIPES", "main"]
-
 #: Kinds of named pipes of a rank.
 PIPES = ("out", "error", "orders", "reports")
 # Signals that this process passes on to the rank, if mpiexec or another process sends them.

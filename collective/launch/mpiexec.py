@@ -18,8 +18,6 @@ from collective.inner import install, platform
 
 from .loop import parents
 
-__all__ = ["Mpiexec", "mpi_segments", "remove_segments"]
-
 # Options with which the other ranks survive the death of a rank.
 _OPEN_MPI_LASTS = ("--with-ft", "ulfm")
 # First version of Open MPI with ULFM, which can shrink a communicator to its survivors.

@@ -15,8 +15,6 @@ from collective.request import name_ranks
 
 from .tracebacks import Site, alike, hide_internal_frames, in_one_line, innermost, site_of
 
-__all__ = ["Outcome", "RankDiedError", "RankHungError", "RanksFailedError", "RemoteError"]
-
 
 class RankDiedError(Exception):
     """A rank ended without an outcome: its process ended by itself or was killed.

@@ -23,8 +23,6 @@ from . import rank_line
 from .outcome import Outcome, RankDiedError
 from .ranks import LEAVE_S, Handle, Job, Starter
 
-__all__ = ["ProcessHandle", "ProcessStarter", "preload"]
-
 _STACKS_S = 2.0
 # Modules of the fork server; empty if ranks are not forked. A list, since preload() changes it.
 _preloaded: list[str] = []

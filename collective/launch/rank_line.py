@@ -23,18 +23,6 @@ from collective.inner import detect, platform
 from .outcome import Outcome, RemoteError
 from .ranks import LEAVE_S, Job, Participant, perform
 
-__all__ = [
-    "GO",
-    "LOADED",
-    "STACKS",
-    "call_back",
-    "leave_process_group",
-    "main",
-    "outcome_of",
-    "serve",
-    "serve_as",
-]
-
 #: Request for the stacks of a rank's threads, and the first bytes of the answer.
 STACKS = b"stacks"
 #: Report of a rank that it has loaded a job, and the order to begin it. If another job comes in

@@ -28,11 +28,6 @@ from collective.inner import Deadline
 
 from .outcome import Outcome, RankDiedError, RankHungError, RanksFailedError
 
-__all__ = [
-    "FunctionJob", "Handle", "Job", "Participant", "Ranks", "Resource", "Starter", "ThreadStarter",
-    "perform",
-]  # fmt: skip
-
 # How long ranks may take at least to start and to import what a job needs, on a busy machine.
 LOAD_S = 60.0
 # How long a rank may take to end once its line is closed.

@@ -14,8 +14,6 @@ import time
 from .agent_line import Outlet
 from .tracebacks import find_traceback
 
-__all__ = ["RankOutput", "Screen"]
-
 # An unfinished line of this many bytes is shown as a complete line. Held output of this many bytes
 # is too long for a traceback, so it is shown.
 _LINE_LIMIT = 1 << 20

@@ -41,8 +41,6 @@ from .tracebacks import sift, split_traceback, summary
 from .variables import Run, cores_for_each
 from .verdict import FailedRank, first_in_cause, loss, losses, report
 
-__all__ = ["Meeting", "Place", "Rank", "Supervisor", "bind"]
-
 # After the first failure, the other ranks have some time to notice and report it. Together with
 # the time of end_children, it stays below the promised two seconds.
 _AFTER_FAILURE = ((0.75, signal.SIGTERM), (1.25, signal.SIGKILL))

@@ -30,8 +30,6 @@ from .tracebacks import sites_of_threads, summary
 from .variables import Run
 from .verdict import FailedRank, first_in_cause, loss, losses, report
 
-__all__ = ["load_program", "main"]
-
 # Seconds that the other ranks have to end after one has failed.
 _GRACE_S = 1.5
 

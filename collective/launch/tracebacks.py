@@ -16,24 +16,6 @@ from typing import NamedTuple
 from collective.errors import HOMES
 from collective.request import name_ranks
 
-__all__ = [
-    "CONSEQUENCE",
-    "Site",
-    "alike",
-    "find_traceback",
-    "hide_internal_frames",
-    "in_one_line",
-    "innermost",
-    "plain",
-    "sift",
-    "site_of",
-    "sites_of_threads",
-    "split_traceback",
-    "summary",
-    "traceback_start",
-    "without_prefix",
-]
-
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # After init_process_group(), torch.distributed writes this before each line of a traceback.
 _PREFIX = re.compile(r"\[rank\d+\]: ")

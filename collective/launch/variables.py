@@ -11,10 +11,6 @@ from pathlib import Path
 
 from collective.inner import platform
 
-__all__ = [
-    "Run", "cores_for_each", "inherited", "python_path", "restart_with", "shared_variables",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Run:

@@ -25,8 +25,6 @@ from .tracebacks import (
 )
 from .variables import Run
 
-__all__ = ["FailedRank", "first_in_cause", "loss", "losses", "report"]
-
 # A timeout is the cause of other failures, but may itself follow from one. So it ranks between
 # a cause and a consequence.
 _TIMED_OUT = re.compile(r"(?:\w+\.)*CollectiveTimeoutError\b")

@@ -6,8 +6,6 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-__all__ = ["Array", "Arrays", "Framework", "Like", "Nested", "NumpyArray"]
-
 
 class Array(Protocol):
     """Array of any framework: an object that has a shape and a dtype.

@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 
     from .buffer import Spot
 
-__all__ = [
-    "NUMBERS", "Adapter", "Distant", "NumpyAdapter", "ProducerAdapter", "Staged", "adapter_like",
-    "adapter_of", "is_array", "is_number", "known",
-]  # fmt: skip
-
 Array = np.ndarray[Any, Any]
 
 

@@ -14,8 +14,6 @@ from .dtypes import BY_NAME, DType
 if TYPE_CHECKING:
     from collective.cuda import Device, Stream
 
-__all__ = ["Buffer", "Spot", "aligned", "new_spot"]
-
 _UINT8 = BY_NAME["uint8"]
 # Alignment that XLA requires of memory that it uses without a copy, in bytes: a cache line.
 _ALIGNMENT = 64

@@ -25,8 +25,6 @@ from .buffer import Spot, new_spot
 from .device_array import DeviceArray
 from .dtypes import FOREIGN, DType
 
-__all__ = ["CudaArrayAdapter", "read_dlpack", "root_owner"]
-
 # Root module of a framework -> module and function that imports a DeviceArray, for frameworks whose
 # function is not from_dlpack of the root module.
 _TAKERS = {

@@ -22,8 +22,6 @@ from collective.errors import DeviceError, DtypeError, ShapeError
 from . import device_copies, device_layout, dlpack
 from .device_copies import Space
 
-__all__ = ["DeviceArray", "Flags"]
-
 Array = np.ndarray[Any, Any]
 Ints = tuple[int, ...]
 

@@ -18,8 +18,6 @@ from collective.errors import DeviceError, DtypeError, InvalidArgumentError, Sha
 if TYPE_CHECKING:
     from .device_array import DeviceArray
 
-__all__ = ["PLAIN", "PlainSpace", "Space", "assign", "fill_from_host", "to_host"]
-
 Array = np.ndarray[Any, Any]
 
 # Bytes of one step of a copy between the GPU and ordinary host memory. There are two blocks of this

@@ -12,16 +12,6 @@ from typing import Any
 
 from collective.errors import ShapeError
 
-__all__ = [
-    "bounds",
-    "broadcast",
-    "c_strides",
-    "indexed",
-    "is_contiguous",
-    "reshaped",
-    "resolved",
-]
-
 Ints = tuple[int, ...]
 
 

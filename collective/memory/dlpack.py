@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from .device_array import DeviceArray
 
-__all__ = ["CPU", "CUDA", "CUDA_HOST", "CUDA_MANAGED", "Lent", "borrow", "export", "lend", "take"]
-
 # Values of DLDeviceType. Managed memory moves between host and GPU by itself; this package treats
 # it as GPU memory.
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13

@@ -14,8 +14,6 @@ import numpy as np
 
 from collective.errors import DtypeError
 
-__all__ = ["BY_CODE", "BY_NAME", "FOREIGN", "DType", "from_numpy", "named"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:

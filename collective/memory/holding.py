@@ -11,8 +11,6 @@ import numpy as np
 
 from collective import native
 
-__all__ = ["hold"]
-
 
 def hold(arrays: Iterable[Any]) -> list[Any]:
     """Return a list of references that keep the memory of ``arrays`` in place while it exists.

@@ -7,8 +7,6 @@ from typing import Any
 
 from collective.errors import InvalidArgumentError
 
-__all__ = ["flatten", "is_plain", "is_tree", "rebuild", "skeleton"]
-
 
 def is_tree(x: Any) -> bool:
     """Tell whether ``x`` is a container of arrays."""

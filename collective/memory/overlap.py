@@ -11,8 +11,6 @@ import numpy as np
 from . import device_layout, nested
 from .arrays import adapter_of
 
-__all__ = ["call_in_place", "find_overlap", "shares_memory", "writable_arrays"]
-
 # Maximum number of steps by which NumPy may decide whether two arrays with many unusual strides
 # share an element. Plain slices take a handful of steps.
 _MOST_WORK: Any = 1_000_000

@@ -8,7 +8,6 @@
 #include "messages_type.h"
 #include "sleeping.h"
 
-#include <sched.h>
 #include <string.h>
 
 /* Time for which the thread yields the processor before it sleeps. */
@@ -71,27 +70,6 @@ static PyObject *advance(PyObject *capsule, PyObject *args)
 
 static PyMethodDef advance_method = {"advance", advance, METH_VARARGS, NULL};
 
-/* Has Python wait until one of the messages is over; returns -1 with an exception. */
-static int ask_python(struct both *both)
-{
-    Call *call = both->streamed;
-    PyObject *capsule = PyCapsule_New(call->over, NULL, NULL), *done = NULL;
-    if (capsule != NULL && PyCapsule_SetContext(capsule, both) < 0)
-        Py_CLEAR(capsule);
-    PyObject *function = capsule ? PyCFunction_New(&advance_method, capsule) : NULL;
-    PyObject *deadline = function ? call_deadline(call) : NULL;
-    if (deadline != NULL)
-        done = PyObject_CallMethod(call->over->python, "wait", "OiiOO", function, call->to,
-                                   call->source, call->what, deadline);
-    if (capsule != NULL)
-        PyCapsule_SetContext(capsule, NULL);
-    Py_XDECREF(done);
-    Py_XDECREF(deadline);
-    Py_XDECREF(function);
-    Py_XDECREF(capsule);
-    return done == NULL ? -1 : 0;
-}
-
 /* Exchanges both messages, which have begun; returns -1 with an exception. */
 static int run(struct both *both)
 {
@@ -103,7 +81,7 @@ static int run(struct both *both)
     Py_BEGIN_ALLOW_THREADS
     go_on(both, LONGEST_NS);
     Py_END_ALLOW_THREADS
-    if (are_pending(both) && ask_python(both) < 0)
+    if (are_pending(both) && call_ask_python(both->streamed, &advance_method, both) < 0)
         return -1;
     /* The half that has failed comes first, since the other one may wait without end. */
     int first = halves[1].exchange.damage != NULL || !halves[1].exchange.pending;

@@ -18,7 +18,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <sched.h>
 #include <sys/socket.h>
 
 /* What a message costs the receiver besides its bytes. Otherwise empty messages would have no bound. */
@@ -27,17 +26,6 @@
 /* Meanings of the third word of a control prefix. A negative one is the number of the announced
    message whose bytes follow. */
 enum { CREDIT = 1, GRANT = 2 };
-
-static void lock(struct flow *f)
-{
-    while (__atomic_exchange_n(&f->lock, 1, __ATOMIC_ACQUIRE))
-        sched_yield();
-}
-
-static void unlock(struct flow *f)
-{
-    __atomic_store_n(&f->lock, 0, __ATOMIC_RELEASE);
-}
 
 size_t flow_weight(const struct messages *m, int64_t tag, size_t nbytes)
 {
@@ -70,7 +58,7 @@ int flow_flush(struct messages *m, struct end *e)
     struct flow *f = &e->flow;
     if (__atomic_load_n(&f->due, __ATOMIC_RELAXED) == 0)
         return 1;
-    lock(f);
+    spin_lock(&f->lock);
     ssize_t sent = send(e->stream.fd, f->frames + f->begin, f->due, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent > 0) {
         f->begin += (size_t)sent;
@@ -80,7 +68,7 @@ int flow_flush(struct messages *m, struct end *e)
     int over = f->due == 0;
     if (over)
         f->begin = 0;
-    unlock(f);
+    spin_unlock(&f->lock);
     return over;
 }
 
@@ -99,7 +87,7 @@ static int tell(struct messages *m, int rank, int64_t value, int64_t meaning)
     struct end *e = &m->out[rank];
     struct flow *f = &e->flow;
     int64_t words[PREFIX] = {value, CONTROL_TAG, meaning};
-    lock(f);
+    spin_lock(&f->lock);
     size_t needed = f->begin + f->due + sizeof words;
     char *frames = f->frames;
     if (needed > f->room && (frames = realloc(frames, 2 * needed)) != NULL) {
@@ -111,7 +99,7 @@ static int tell(struct messages *m, int rank, int64_t value, int64_t meaning)
         __atomic_add_fetch(&f->due, sizeof words, __ATOMIC_RELAXED);
         __atomic_add_fetch(&m->due, sizeof words, __ATOMIC_RELAXED);
     }
-    unlock(f);
+    spin_unlock(&f->lock);
     if (end_take(e))
         end_leave(m, e);
     return frames != NULL;
@@ -143,7 +131,7 @@ static const char *note_credit(struct flow *f, size_t bytes)
 static const char *note_grant(struct flow *f, int64_t number)
 {
     const char *damage = NULL;
-    lock(f);
+    spin_lock(&f->lock);
     if (number < 1 || number > __atomic_load_n(&f->last, __ATOMIC_RELAXED)
         || f->grants >= __atomic_load_n(&f->announced, __ATOMIC_RELAXED)) {
         damage = "a grant for no message";
@@ -161,7 +149,7 @@ static const char *note_grant(struct flow *f, int64_t number)
         f->numbers[f->grants] = number;
         __atomic_store_n(&f->grants, f->grants + 1, __ATOMIC_RELEASE);
     }
-    unlock(f);
+    spin_unlock(&f->lock);
     return damage;
 }
 
@@ -170,7 +158,7 @@ int flow_granted(struct end *e, int64_t number)
     struct flow *f = &e->flow;
     if (__atomic_load_n(&f->grants, __ATOMIC_ACQUIRE) == 0)
         return 0;
-    lock(f);
+    spin_lock(&f->lock);
     int i = 0;
     while (i < f->grants && f->numbers[i] != number)
         i++;
@@ -181,7 +169,7 @@ int flow_granted(struct end *e, int64_t number)
         __atomic_store_n(&f->grants, f->grants - 1, __ATOMIC_RELAXED);
         __atomic_sub_fetch(&f->announced, 1, __ATOMIC_RELAXED);
     }
-    unlock(f);
+    spin_unlock(&f->lock);
     return found;
 }
 

@@ -4,6 +4,8 @@
 
 #include "core.h"
 
+#include <sched.h>
+
 /* The head of a user's array: numbers that describe the array, and room for the elements of a short
    array. The same numbers as WORDS and HEAD_BYTES in collective/communicator/calls/heads.py. */
 enum { HEAD_WORDS = 16, HEAD_ROOM = 896, HEAD_BYTES = 8 * HEAD_WORDS + HEAD_ROOM };
@@ -360,6 +362,18 @@ struct kept *flow_asked(struct end *e, int64_t meaning, int take);
 /* Notes a control frame that came; returns a text if it is wrong, else NULL. */
 const char *flow_note(struct messages *m, int rank, const int64_t *words);
 void flow_clear(struct flow *f);
+
+/* A lock that a thread holds for a few instructions, or for a walk through a list. */
+static inline void spin_lock(int *lock)
+{
+    while (__atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE))
+        sched_yield();
+}
+
+static inline void spin_unlock(int *lock)
+{
+    __atomic_store_n(lock, 0, __ATOMIC_RELEASE);
+}
 
 static inline size_t smaller(size_t a, size_t b)
 {

@@ -6,7 +6,6 @@
 #include "shared_type.h"
 #include "sleeping.h"
 
-#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -199,13 +198,12 @@ PyObject *call_deadline(const Call *call)
     return deadline_of(call->over->core, call->limit, call->began ? call->began : now_ns());
 }
 
-static int ask_python(Call *call)
+int call_ask_python(const Call *call, PyMethodDef *advance, void *context)
 {
-    /* The context is the call, and NULL when the call is over: Python may keep advance() longer. */
     PyObject *capsule = PyCapsule_New(call->over, NULL, NULL);
-    if (capsule != NULL && PyCapsule_SetContext(capsule, call) < 0)
+    if (capsule != NULL && PyCapsule_SetContext(capsule, context) < 0)
         Py_CLEAR(capsule);
-    PyObject *function = capsule ? PyCFunction_New(&advance_method, capsule) : NULL;
+    PyObject *function = capsule ? PyCFunction_New(advance, capsule) : NULL;
     PyObject *deadline = function ? call_deadline(call) : NULL;
     int failed = deadline == NULL ? -1
                  : done(PyObject_CallMethod(call->over->python, "wait", "OiiOO", function, call->to,
@@ -231,7 +229,7 @@ int call_finish(Call *call)
     call->unlocked = NULL;
     int failed = fetch(call);
     if (failed == 0 && x->pending)
-        failed = ask_python(call);
+        failed = call_ask_python(call, &advance_method, call);
     if (failed == 0 && !locked)
         call->unlocked = PyEval_SaveThread();
     return failed;

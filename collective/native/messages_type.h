@@ -50,6 +50,10 @@ int call_finish(Call *call);
 /* Raises the exception for an array that has got other memory; returns -1. */
 int call_raise_moved(const Call *call);
 
+/* Has Python wait, which calls advance() meanwhile; returns -1 with an exception. The context of the
+   capsule that advance() gets is NULL when the wait is over: Python may keep advance() longer. */
+int call_ask_python(const Call *call, PyMethodDef *advance, void *context);
+
 /* Returns the deadline of a call, or NULL with an exception. */
 PyObject *call_deadline(const Call *call);
 

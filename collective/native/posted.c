@@ -16,31 +16,19 @@
 #include "messages.h"
 #include "copying.h"
 
-#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
 static const char CLOSED[] = "this rank has closed the communicator";
 
-static void lock(struct messages *m)
-{
-    while (__atomic_exchange_n(&m->lock, 1, __ATOMIC_ACQUIRE))
-        sched_yield();
-}
-
-static void unlock(struct messages *m)
-{
-    __atomic_store_n(&m->lock, 0, __ATOMIC_RELEASE);
-}
-
 /* Adds an operation to the finished ones. From then on its owner may free it. */
 static void finish(struct messages *m, struct posted *p, enum state state)
 {
-    lock(m);
+    spin_lock(&m->lock);
     p->next = m->finished;
     m->finished = p;
     __atomic_store_n(&p->state, state, __ATOMIC_RELEASE);
-    unlock(m);
+    spin_unlock(&m->lock);
 }
 
 void post_end(struct messages *m, struct posted *p, const char *damage)
@@ -55,10 +43,10 @@ struct posted *messages_finished(struct messages *m)
 {
     if (__atomic_load_n(&m->finished, __ATOMIC_RELAXED) == NULL)
         return NULL;
-    lock(m);
+    spin_lock(&m->lock);
     struct posted *first = m->finished;
     __atomic_store_n(&m->finished, NULL, __ATOMIC_RELAXED);
-    unlock(m);
+    spin_unlock(&m->lock);
     return first;
 }
 
@@ -75,7 +63,7 @@ static struct posted *take_posted(struct messages *m, int rank, int64_t tag, uin
 {
     if (__atomic_load_n(&m->posted, __ATOMIC_ACQUIRE) == NULL)
         return NULL;
-    lock(m);
+    spin_lock(&m->lock);
     struct posted *p = m->posted, *before = NULL;
     while (p != NULL
            && (p->number <= after || (p->source >= 0 && p->source != rank) || (tag & p->mask) != p->tag)) {
@@ -91,7 +79,7 @@ static struct posted *take_posted(struct messages *m, int rank, int64_t tag, uin
         __atomic_add_fetch(&m->in[rank].wanted, 1, __ATOMIC_RELAXED);
         __atomic_store_n(&p->state, MATCHED, __ATOMIC_RELEASE);
     }
-    unlock(m);
+    spin_unlock(&m->lock);
     return p;
 }
 
@@ -369,26 +357,26 @@ int messages_progress(struct messages *m)
 
 void post_receive(struct messages *m, struct posted *p)
 {
-    lock(m);
+    spin_lock(&m->lock);
     p->next = NULL;
     p->number = m->posts + 1;
     __atomic_add_fetch(p->source < 0 ? &m->wild : &m->in[p->source].wanted, 1, __ATOMIC_RELAXED);
     __atomic_store_n(m->last != NULL ? &m->last->next : &m->posted, p, __ATOMIC_RELEASE);
     m->last = p;
     __atomic_store_n(&m->posts, p->number, __ATOMIC_RELEASE);
-    unlock(m);
+    spin_unlock(&m->lock);
     messages_progress(m);
 }
 
 int post_cancel(struct messages *m, struct posted *p)
 {
-    lock(m);
+    spin_lock(&m->lock);
     struct posted *at = m->posted, *before = NULL;
     for (; at != NULL && at != p; at = at->next)
         before = at;
     if (at != NULL)
         unlink_posted(m, at, before);
-    unlock(m);
+    spin_unlock(&m->lock);
     if (at != NULL)
         finish(m, p, CANCELLED);
     return at != NULL;
@@ -442,7 +430,7 @@ static int is_hit(struct messages *m, const struct posted *p, int rank, const ch
 
 void post_fail(struct messages *m, int rank, const char *damage)
 {
-    lock(m);
+    spin_lock(&m->lock);
     for (struct posted *p = m->posted, *before = NULL, *next; p != NULL; p = next) {
         next = p->next;
         if (!is_hit(m, p, rank, damage)) {
@@ -456,7 +444,7 @@ void post_fail(struct messages *m, int rank, const char *damage)
         m->finished = p;
         __atomic_store_n(&p->state, FAILED_STATE, __ATOMIC_RELEASE);
     }
-    unlock(m);
+    spin_unlock(&m->lock);
 }
 
 void post_close(struct messages *m)

@@ -2,7 +2,6 @@
 
 #include "messages_type.h"
 
-#include <sched.h>
 #include <stdlib.h>
 #include <structmember.h>
 #include <string.h>

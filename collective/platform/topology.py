@@ -20,8 +20,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["SYSTEM", "Processor", "listed", "processors", "shares"]
-
 #: Directory of the kernel's files about processors and nodes.
 SYSTEM = Path("/sys/devices/system")
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from .config import Config
 
-__all__ = ["Protection", "resolve"]
-
 _CERTIFICATE, _KEY, _AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 
 

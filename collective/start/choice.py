@@ -23,8 +23,6 @@ from .config import Config
 from .keys import by_device
 from .launchers import MPI_LAUNCHERS
 
-__all__ = ["Choice", "across", "choose", "gpus", "in_mpi_world", "installed", "options"]
-
 #: Directory in which the system lists its devices.
 DEVICES = Path("/dev")
 _NOTHING: Mapping[str, str] = MappingProxyType({})

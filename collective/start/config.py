@@ -32,14 +32,6 @@ from . import config_file
 from .keys import FORMER, KEYS, LAUNCH, Value, is_address
 from .launchers import Launched, detect
 
-__all__ = [
-    "Config",
-    "Setting",
-    "load",
-    "not_read",
-    "settings",
-]
-
 _PREFIX = "COLLECTIVE_"
 # Variable in which `collective run` tells its ranks what no user sets.
 _LAUNCH = "COLLECTIVE_LAUNCH"

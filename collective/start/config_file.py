@@ -22,8 +22,6 @@ from typing import Any, BinaryIO
 from collective.control.secret import LEAST_BYTES, REMEDY, Secret
 from collective.errors import ConfigError
 
-__all__ = ["Found", "distrust", "find", "private_bytes", "read_secret"]
-
 _NAMES = ("collective.toml", "pyproject.toml")
 # A directory with one of these is the root of a project. Files above it belong to other programs.
 _ROOTS = ("pyproject.toml", ".git", ".hg", ".svn", ".jj")

@@ -32,11 +32,6 @@ from collective.generations.lineage import OF_PEERS, Lineage
 from collective.generations.succession import Joiner
 from collective.request import name_ranks
 
-__all__ = [
-    "connect", "connect_alone", "failing", "joined_by", "met", "refuse_ended", "tell_ended",
-    "tell_failing",
-]  # fmt: skip
-
 # Keys of the ranks that have ended, and of the rank whose main thread has failed first.
 _ENDED, _FAILING = "ended", "failing"
 # Time between two looks at that key, and the time that the launcher has to tell of a rank whose

@@ -12,8 +12,6 @@ from collective.errors import ConfigError
 from .launchers import tasks_per_node
 from .rendezvous import HOST_NAME, expand
 
-__all__ = ["HostSlots", "from_batch_system", "from_file", "from_text"]
-
 # Variables by which batch systems describe the hosts of a job, in the order in which they count.
 _BATCH = ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS", "LSB_HOSTS")
 

@@ -20,8 +20,6 @@ from collective.control.secret import Secret, parse
 
 from . import rendezvous
 
-__all__ = ["FORMER", "KEYS", "LAUNCH", "NO_SECRET", "Key", "Value", "by_device", "is_address"]
-
 #: Value of ``secret`` for a job that has none, without the warning.
 NO_SECRET = "none"
 # What ``disable`` can switch off.

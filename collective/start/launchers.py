@@ -21,11 +21,6 @@ from collective.platform import ProcessStatus, process_status
 
 from .network import is_loopback
 
-__all__ = [
-    "MPI_LAUNCHERS", "Allocation", "Launched", "allocation", "detect", "names_of_place",
-    "tasks_per_node",
-]  # fmt: skip
-
 #: Launchers whose processes are the ranks of an MPI world.
 MPI_LAUNCHERS = ("openmpi", "mpich", "intelmpi", "mvapich", "pals")
 

@@ -39,8 +39,6 @@ from .rendezvous import Endpoint
 from .resolver import describe
 from .stores import seal
 
-__all__ = ["Card", "call_roll", "connect_met", "host_id"]
-
 # Least and longest time between two looks at the store. A thousand ranks may poll one server.
 _PAUSE_S, _PAUSE_MOST_S = 0.002, 0.02
 

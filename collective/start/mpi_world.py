@@ -16,8 +16,6 @@ from collective.errors import BackendUnavailableError
 
 from .launchers import Launched, detect
 
-__all__ = ["launched_with", "world_of"]
-
 
 def world_of(comm: Any, *, timeout: float = 60.0) -> World:
     """Return the world whose ranks are the ranks of ``comm``; they meet over MPI itself.

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from collective.errors import ConfigError, RendezvousError
 
-__all__ = ["Interface", "address_of", "address_toward", "interfaces", "is_loopback", "own_address"]
-
 # From <net/if.h>.
 _IFF_UP = 0x1
 _IFF_LOOPBACK = 0x8

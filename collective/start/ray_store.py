@@ -8,8 +8,6 @@ from typing import Any
 from collective.control.store import Store
 from collective.errors import RendezvousError
 
-__all__ = ["RayStore"]
-
 _PREFIX = "collective/"
 
 

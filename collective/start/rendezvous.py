@@ -12,8 +12,6 @@ from collective.errors import ConfigError
 
 from .launchers import Launched
 
-__all__ = ["HOST", "HOST_NAME", "Endpoint", "expand", "from_environment", "from_text", "from_url"]
-
 #: Pattern of a host's name; ``user@`` may precede it. A name that begins with a dash would be an
 #: option of ssh, and of the commands that errors advise.
 HOST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@%+-]*"

@@ -31,11 +31,6 @@ from .rundir import RunStore
 from .stores import FileStore, LateStore, seal
 from .tcp_store import TcpStore
 
-__all__ = [
-    "adopt", "build", "describe", "listen_toward", "of_run",
-]  # fmt: skip
-
-
 # Name of a launch for which its hosts share no name.
 _BY_HAND = "by hand"
 # Secret of jobs without a secret. It is public: a key from it only proves which launch a rank

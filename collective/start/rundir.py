@@ -27,8 +27,6 @@ from collective.errors import RendezvousError
 
 from .stores import FileStore
 
-__all__ = ["RunStore", "claim", "join", "leave"]
-
 # The file ``places`` of each parent of run directories. It stays open, since a process that closes
 # any descriptor of a file loses all its locks there.
 _files: dict[Path, int] = {}

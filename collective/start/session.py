@@ -45,19 +45,6 @@ from .launchers import Launched, names_of_place
 from .resolver import adopt, build
 from .rundir import claim
 
-__all__ = [
-    "comm_or_current",
-    "current",
-    "init",
-    "leave_thread",
-    "set_current",
-    "settings",
-    "shorten_tracebacks",
-    "take_place",
-    "tell_at_exit",
-    "thread_world",
-]
-
 # The current communicator. It belongs to the thread if ranks are threads, else to the process.
 _of_thread = threading.local()
 _of_process: Communicator | None = None

@@ -16,8 +16,6 @@ from collective.control.store import NotPublishedError, Store, WrappedStore
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
-__all__ = ["FileStore", "LateStore", "MemoryStore", "SealedStore", "seal"]
-
 _REMEDY = "Set COLLECTIVE_STORE, or TMPDIR for all launches, to a private directory."
 _KINDS = {
     stat.S_IFDIR: "a directory",

@@ -38,8 +38,6 @@ from collective.errors import RendezvousError
 from .network import interfaces, is_loopback
 from .rendezvous import Endpoint
 
-__all__ = ["CONNECT_S", "StoreServer", "TcpStore", "listen", "reach"]
-
 #: Seconds for one connection attempt. This is longer than a connection across the world takes;
 #: a lost packet costs a second.
 CONNECT_S = 3.0

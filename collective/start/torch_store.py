@@ -21,8 +21,6 @@ from collective.install import hint
 from .rendezvous import Endpoint
 from .tcp_store import CONNECT_S, reach
 
-__all__ = ["AgentStore", "TorchStore"]
-
 # A server that takes longer will never answer: its host is off, or its network is cut.
 _ANSWER_S = 30.0
 

@@ -22,21 +22,6 @@ from .faults import Fault
 from .kinds import Kind, kind_of, require
 from .ranks import GRACE_S, RankPool, capabilities_of
 
-__all__ = [
-    "NO_ARRAYS",
-    "NO_TRANSPORT",
-    "OWN_ARRAYS",
-    "Case",
-    "Check",
-    "RankFactory",
-    "able",
-    "check",
-    "folds_for_users",
-    "on_each_rank",
-    "registered",
-    "roots",
-]
-
 #: Why a check is skipped whose outcome does not depend on the kind of array.
 NO_ARRAYS = "does not depend on the kind of array; run it without kind="
 #: Why a check is skipped that chooses the kinds of its arrays itself.

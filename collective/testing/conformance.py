@@ -21,8 +21,6 @@ from .kinds import Kind
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["BoundCheck", "Result", "all_checks", "parametrize_with_checks", "run_checks"]
-
 _THEMES = (
     "reduce", "bools", "order", "shards", "operators", "move", "data", "p2p", "mail",
     "async", "objects", "groups", "memory", "agreement", "arguments", "failure", "broken", "shrink",
@@ -100,6 +98,7 @@ def run_checks(
 
 
 def chosen_checks(names: Sequence[str] | None) -> list[Check]:
+    """Return the checks with these names, or all; raise ValueError for an unknown name."""
     known = all_checks()
     for name in names or ():
         if name not in known:

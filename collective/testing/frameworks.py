@@ -15,8 +15,6 @@ from collective import InvalidArgumentError
 from collective.inner import BY_NAME
 from collective.memory.dtypes import FOREIGN
 
-__all__ = ["NAMES", "ArrayFramework", "encoded", "framework", "unavailable", "widened"]
-
 Array = np.ndarray[Any, Any]
 
 

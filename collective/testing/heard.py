@@ -10,8 +10,6 @@ from typing import Any
 
 from collective import CollectiveError
 
-__all__ = ["Heard", "Trouble", "hold", "listen"]
-
 # The promise is two seconds. The rest is a margin for a busy machine. Together they are less than a
 # call's deadline, at which the call would raise another error.
 _PROMISED_S = 2.0

@@ -27,8 +27,6 @@ from collective.inner import install, nested
 from .frameworks import framework
 from .samples import has
 
-__all__ = ["NAMES", "Kind", "Loan", "OfKind", "kind_of", "require"]
-
 Array = np.ndarray[Any, Any]
 
 #: The names of the built-in kinds.

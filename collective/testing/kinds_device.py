@@ -23,8 +23,6 @@ from collective.memory import arrays, device_layout
 from .frameworks import framework
 from .kinds import Kind, Loan
 
-__all__ = ["OnDevice", "on_device"]
-
 Array = np.ndarray[Any, Any]
 
 _ALIGNED = 64

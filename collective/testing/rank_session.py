@@ -29,8 +29,6 @@ from collective.inner import RankHungError, RanksFailedError, session
 
 from .ranks import RankPool
 
-__all__ = ["Part", "RankSession", "Task", "annotate", "here", "run_item"]
-
 # Hooks that report to the user, which only pytest's own process does.
 _REPORTING = (
     "pytest_runtest_logstart",

@@ -26,8 +26,6 @@ from collective.launch.fork_starter import ForkServer, ForkStarter
 from .rank_session import Part, RankSession, Task, annotate, run_item
 from .ranks import RankPool, backend_class
 
-__all__ = ["RankedItems", "start"]
-
 # Seconds of a test under a debugger, and of the process whose threads are ranks beyond its test.
 _NO_LIMIT_S, _MARGIN_S = 1e6, 10.0
 _PHASES = ("setup", "call", "teardown")

@@ -41,16 +41,6 @@ from collective.start.connecting import met, tell_ended
 
 from .faults import Fault, FaultyBackend, RankKilled
 
-__all__ = [
-    "GRACE_S",
-    "CommunicatorJob",
-    "Opening",
-    "RankPool",
-    "backend_class",
-    "capabilities_of",
-    "run_ranks",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")

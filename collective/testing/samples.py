@@ -23,13 +23,6 @@ from collective.inner import BY_NAME, Op
 
 from .frameworks import encoded, framework, widened
 
-__all__ = [
-    "INFINITY_AND_NAN", "LARGE", "LAYOUTS", "OPS", "SHAPES", "assert_bits", "assert_close",
-    "assert_same", "draw", "dtypes_at", "dtypes_of", "expected", "extreme", "folded", "has",
-    "joined", "laid_out", "moved", "of_bits", "piece", "pieces", "plain", "regions",
-    "special_bits", "spread", "told", "values",
-]  # fmt: skip
-
 Array = np.ndarray[Any, Any]
 
 #: Shapes: no element, one, odd numbers of elements, and more than a first message holds.

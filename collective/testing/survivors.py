@@ -20,11 +20,6 @@ from collective.inner import Deadline, RanksFailedError
 from .checks import RankFactory
 from .faults import Fault
 
-__all__ = [
-    "FAR_S", "Survivor", "await_files", "gather", "hold_generation", "hold_refused", "run_fresh",
-    "seen_of", "sum_of", "survivors",
-]  # fmt: skip
-
 #: Seconds that a rank waits at most for the file of another rank.
 FAR_S = 20.0
 

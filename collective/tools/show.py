@@ -21,13 +21,6 @@ from typing import Any
 
 from collective import InvalidArgumentError
 
-__all__ = [
-    "Output", "Progress", "add_outputs", "add_sizes", "aligned", "check_directory",
-    "check_file", "check_known", "count", "counts", "lines", "microseconds", "names", "painted",
-    "parse_size", "parts", "print_table", "rate_name", "size_name", "time_name", "width",
-    "write", "written",
-]  # fmt: skip
-
 _SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _TIMES = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _RATES = {"B/s": 1.0, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12}

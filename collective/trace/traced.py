@@ -23,8 +23,6 @@ from collective.request import Disagreement, Request, call_site
 
 from .tracer import Tracer, now, opened, set_current
 
-__all__ = ["TracedCalls", "offsets", "start_tracing"]
-
 if TYPE_CHECKING:
     from collective.communicator.host_calls import HostCalls
 

@@ -24,16 +24,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = [
-    "FIRST_LANE",
-    "Tracer",
-    "current",
-    "now",
-    "open_file",
-    "span",
-    "step",
-]
-
 # In a trace, each rank is a process. Tracks must have other numbers than ranks, because Perfetto
 # shows a track with the number of its process as the main thread, and also shows track 0 there.
 _FIRST_THREAD = 1_000_000

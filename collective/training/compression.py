@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from .gradients import Bucket
 
-__all__ = ["Cast", "PowerSGD", "TopK"]
-
 
 class _Then(Work[None]):
     """Reduction in flight, and the function that processes its result."""

@@ -24,8 +24,6 @@ from .preemption import PreemptedError
 if TYPE_CHECKING:
     from collective.communicator import Communicator
 
-__all__ = ["Generation", "generations"]
-
 #: Errors that report lost ranks, or that another rank has detected a loss.
 _LOSSES = (CommunicatorAbortedError, CollectiveTimeoutError)
 

@@ -15,8 +15,6 @@ import numpy as np
 from collective.communicator.objects import encode
 from collective.memory.arrays import is_array
 
-__all__ = ["Path", "copied", "digest_of", "leaves", "mapped", "plain"]
-
 Path = tuple[Any, ...]
 _DIGEST_BYTES = 16
 

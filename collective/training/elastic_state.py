@@ -29,8 +29,6 @@ from .shares import Rebindable, Sharded
 if TYPE_CHECKING:
     from collective.communicator import Communicator
 
-__all__ = ["Keeper", "State", "StateDict", "register"]
-
 
 class Keeper(NamedTuple):
     """Functions that copy and restore objects of a class.

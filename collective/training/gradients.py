@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from collective.communicator import Communicator
     from collective.contract.work import Work
 
-__all__ = ["Bucket", "Gradients", "Parameter", "Reduce", "copied"]
-
 
 class Parameter(NamedTuple):
     """Description of one parameter, as far as the engine needs it.

@@ -10,8 +10,6 @@ from contextlib import contextmanager, suppress
 
 from collective.deadline import Deadline
 
-__all__ = ["PreemptedError", "Preemption"]
-
 # Signals within this time count as one: a host that goes down signals every process, and so do
 # launchers on it.
 _SAME_S = 1.0

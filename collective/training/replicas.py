@@ -19,16 +19,6 @@ from collective.request import name_ranks
 
 from .elastic_copies import digest_of
 
-__all__ = [
-    "StateEntry",
-    "check_initialised",
-    "check_layout",
-    "check_settings",
-    "check_values",
-    "few",
-    "refuse_differences",
-]
-
 
 def refuse_differences(
     call: str, things: str, every: Sequence[Any], comm: Communicator, remedy: str, root: int = 0,

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collective.communicator import Communicator
     from collective.contract.work import Work
 
-__all__ = ["Generator", "ShardPasses", "StateFold", "of_numpy", "refuse_joined", "seeded"]
-
 
 class Generator(NamedTuple):
     """Functions of a global generator of random numbers.

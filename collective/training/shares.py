@@ -17,19 +17,6 @@ from collective.communicator import Communicator
 from collective.errors import RankError
 from collective.start.session import comm_or_current
 
-__all__ = [
-    "Rebindable",
-    "Sharded",
-    "block",
-    "dealt",
-    "givers",
-    "owners",
-    "rank_and_size",
-    "shared_out",
-    "turns",
-    "with_copies",
-]
-
 Share = dict[int, Any]
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
 
-__all__ = ["JoinedBatch", "SharedCommunicator"]
-
 
 class JoinedBatch:
     """Statistics and gradients of the ranks' batches, joined to one batch.

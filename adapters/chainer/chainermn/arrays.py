@@ -15,20 +15,6 @@ from collective.inner import dtypes
 if TYPE_CHECKING:
     from collective import Communicator
 
-__all__ = [
-    "MessageMismatchError",
-    "MessageTypeError",
-    "Shape",
-    "agreed",
-    "checked",
-    "checked_each",
-    "exchanged",
-    "flat",
-    "from_root",
-    "on_gpu",
-    "parted",
-]
-
 _TYPES = ("int32", "int64", "float16", "float32", "float64")
 _DTYPES = {np.dtype(name) for name in _TYPES}
 # A row holds the dtype's number, whether the array is on a GPU, the number of dimensions, and the

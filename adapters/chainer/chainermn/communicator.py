@@ -18,8 +18,6 @@ from . import arrays as messages
 from .gradients import PackedGradients
 from .objects import ANY_TAG, OBJECT_TAG, Mailbox, MpiComm
 
-__all__ = ["CollectiveCommunicator", "opened"]
-
 #: Communicators of this process that are not finalized.
 opened: weakref.WeakSet[CollectiveCommunicator] = weakref.WeakSet()
 

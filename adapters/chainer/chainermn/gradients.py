@@ -18,8 +18,6 @@ from collective.adapters.chainer.state import MARKS, agree, compare_parameters, 
 from collective.inner import Gradients, Parameter
 from collective.training.replicas import few
 
-__all__ = ["DoubleBufferingOptimizer", "PackedGradients"]
-
 # Number of bytes that are copied and reduced at once. They should stay in the processor's cache.
 _BUCKET_BYTES = 8 << 20
 

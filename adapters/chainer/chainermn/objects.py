@@ -7,8 +7,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from collective import ANY_SOURCE, Communicator, InvalidArgumentError
 
-__all__ = ["ANY_TAG", "OBJECT_TAG", "Letter", "Mailbox", "MpiComm"]
-
 #: Wildcard tag. Every negative tag means any tag, because MPI libraries use different numbers.
 ANY_TAG = -1
 #: Message tag of all objects; arrays may have any other tag.

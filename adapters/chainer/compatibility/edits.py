@@ -10,8 +10,6 @@ from functools import partial
 
 import numpy as np
 
-__all__ = ["EDITS", "Edit"]
-
 Condition = Callable[[], bool]
 
 

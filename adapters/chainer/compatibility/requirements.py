@@ -9,15 +9,6 @@ import importlib.metadata
 
 from packaging.requirements import Requirement
 
-__all__ = [
-    "DistributionNotFound",
-    "ResolutionError",
-    "VersionConflict",
-    "WorkingSet",
-    "get_distribution",
-    "require",
-]
-
 
 class ResolutionError(Exception):
     """Requirement that is not met."""

@@ -21,8 +21,6 @@ from collective.adapters.chainer.backward import Replacements
 from collective.training.splits.blocks import Value
 from collective.training.splits.session import Session, names
 
-__all__ = ["Cut", "intercepting"]
-
 
 class _Current(threading.local):
     """Session that handles functions of this rank's pieces of parameters, in this thread."""

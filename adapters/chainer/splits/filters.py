@@ -12,8 +12,6 @@ import chainer.links as L
 from collective import Communicator, InvalidArgumentError
 from collective.training.splits.filters import FilterLayer, Filters, Share, all_names
 
-__all__ = ["LinkFilters"]
-
 _TRANSPOSED = L.Deconvolution2D, L.DeconvolutionND
 _KINDS = L.Convolution2D, L.ConvolutionND, L.Linear, *_TRANSPOSED
 

@@ -24,8 +24,6 @@ from collective.training.splits.recipes import (
 from collective.training.splits.weighted import biased, convolved, layer, written
 from collective.training.splits.windows import Transposed, Window
 
-__all__ = ["LAYERS", "RECIPES", "ROW_FOR_ROW", "applied"]
-
 _Numbers = tuple[int, ...]
 
 

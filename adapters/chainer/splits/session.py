@@ -17,8 +17,6 @@ from collective.training.splits.session import Session, names
 from .cut import Cut, intercepting
 from .recipes import LAYERS, RECIPES, ROW_FOR_ROW, applied
 
-__all__ = ["VariableSession"]
-
 
 class VariableSession(Session):
     """One forward pass of a link whose variables are cut."""

@@ -29,8 +29,6 @@ from .session import VariableSession
 from .variables import Variables
 from .verifying import computation, memory
 
-__all__ = ["Split"]
-
 
 def state_of(link: Any, filters: Filters | None) -> list[StateEntry]:
     """Return a link's parameters and persistent values, each once.

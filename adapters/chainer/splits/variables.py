@@ -16,8 +16,6 @@ from collective.adapters.chainer.tape import Tape, module_of
 from collective.inner import differentiable
 from collective.training.splits.arrays import Arrays
 
-__all__ = ["Variables"]
-
 
 class Variables(Arrays):
     """Operations on variables, on one rank and between ranks."""

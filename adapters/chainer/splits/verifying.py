@@ -15,8 +15,6 @@ from collective.training.splits import cuts, report
 
 from .cut import Cut
 
-__all__ = ["computation", "memory"]
-
 
 @contextlib.contextmanager
 def _same_numbers() -> Iterator[None]:

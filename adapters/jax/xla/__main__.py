@@ -28,8 +28,6 @@ from collective import CollectiveError
 from collective.adapters.jax.xla.detection import detect_collective
 from collective.adapters.jax.xla.library import enable, variables
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str]) -> int:
     """Run the program that ``arguments`` name; without arguments print the variables.

@@ -27,8 +27,6 @@ from .cliques import install
 from .library import VARIABLE, check_interface, runner
 from .world import connect_processes
 
-__all__ = ["Calls", "begin"]
-
 # The numbers are also in plugin.c.
 _SPLIT, _FREE, _SIZE, _ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _EXCHANGE, _FINALIZE = range(8)
 _NAMES = {
@@ -40,8 +38,6 @@ _TEXT_BYTES = 511
 # Handles below this are MPI's constants.
 _FIRST_HANDLE = 16
 _INT32 = 3  # code of the dtype
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class _Clique:

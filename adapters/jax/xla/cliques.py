@@ -27,8 +27,6 @@ from collective import BackendError, UnsupportedError
 
 from .replica_groups import device_groups
 
-__all__ = ["ANNOUNCEMENT", "Announcer", "Cliques", "install"]
-
 #: Name of the small program; the plug-in does not read its groups.
 ANNOUNCEMENT = "collective_announcement"
 

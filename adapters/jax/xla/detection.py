@@ -14,8 +14,6 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-__all__ = ["detect_collective", "place"]
-
 # Variable with the address at which JAX's coordinator listens.
 _LISTENS = "JAX_COORDINATOR_BIND_ADDRESS"
 

@@ -12,10 +12,6 @@ from pathlib import Path
 from collective import BackendUnavailableError, ConfigError
 from collective.inner import install, native
 
-__all__ = [
-    "PROGRAM", "VARIABLE", "check_interface", "enable", "handler", "library", "runner", "variables",
-]  # fmt: skip
-
 #: Variable with the file of the library, which jaxlib reads when it is imported.
 VARIABLE = "MPITRAMPOLINE_LIB"
 #: Script that runs another script, or ``-m`` and a module, with the plug-in.

@@ -11,8 +11,6 @@ import numpy as np
 
 from collective import UnsupportedError
 
-__all__ = ["device_groups"]
-
 Groups = list[list[int]]
 
 _COLLECTIVES = (

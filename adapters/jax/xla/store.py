@@ -7,8 +7,6 @@ from typing import Any
 from collective import RendezvousError
 from collective.control.store import Store
 
-__all__ = ["JaxStore"]
-
 _ANSWER_MS = 5000
 
 

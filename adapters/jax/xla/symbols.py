@@ -21,8 +21,6 @@ from collective import BackendUnavailableError
 from collective.inner import BY_NAME
 from collective.ops import NAMES
 
-__all__ = ["CONSTANTS", "FUNCTIONS", "header", "jaxlib_file", "listed", "looked_up"]
-
 #: Functions that ``plugin.c`` defines itself.
 FUNCTIONS = frozenset(
     "Allgather Allreduce Comm_free Comm_rank Comm_size Comm_split Error_string Finalize Finalized "

@@ -11,8 +11,6 @@ from collective.start.rendezvous import from_text
 
 from .store import JaxStore
 
-__all__ = ["connect_processes"]
-
 _PREFIX = "collective/"
 
 

@@ -14,8 +14,6 @@ from collective import Communicator, InvalidArgumentError
 from collective.inner import nested
 from collective.training.splits.filters import FilterLayer, Filters, Share, all_names
 
-__all__ = ["ModuleFilters", "Watching"]
-
 _TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 _KINDS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, *_TRANSPOSED
 

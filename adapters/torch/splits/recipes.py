@@ -23,8 +23,6 @@ from collective.training.splits.recipes import (
 from collective.training.splits.weighted import biased, convolved, layer, written
 from collective.training.splits.windows import Taken, Transposed, Window
 
-__all__ = ["LAYERS", "in_place", "pointwise", "recipe_of"]
-
 Tensor = torch.Tensor
 
 

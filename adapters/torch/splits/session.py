@@ -23,8 +23,6 @@ from collective.training.splits.session import Session, names
 from .filters import Watching
 from .recipes import LAYERS, in_place, pointwise, recipe_of
 
-__all__ = ["Cut", "TensorSession"]
-
 Tensor = torch.Tensor
 
 

@@ -21,8 +21,6 @@ from .session import Cut, TensorSession
 from .tensors import Tensors
 from .verifying import computation, memory
 
-__all__ = ["Split"]
-
 
 def state_of(module: nn.Module, filters: Filters | None = None) -> list[StateEntry]:
     """Return a module's parameters and buffers, each once, including those that are not saved.

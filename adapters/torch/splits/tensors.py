@@ -17,8 +17,6 @@ from collective.adapters.torch.tape import Tape
 from collective.inner import differentiable
 from collective.training.splits.arrays import Arrays
 
-__all__ = ["Tensors"]
-
 Tensor = torch.Tensor
 
 

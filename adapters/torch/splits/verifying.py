@@ -13,8 +13,6 @@ from collective.training.splits import cuts, report, session
 
 from .session import Cut
 
-__all__ = ["computation", "memory"]
-
 Tensor = torch.Tensor
 
 

@@ -19,8 +19,6 @@ from ..path import Path
 from .call import Call, Planned
 from .views import adapter_for
 
-__all__ = ["Adopt", "Empty"]
-
 
 class Empty(Call):
     """See :meth:`Communicator.empty`."""

@@ -20,8 +20,6 @@ from .call import Call, Header, Planned, spot_of
 from .heads import Head
 from .views import UINT8, View, adapter_for, pack, room_on_gpu, unpack, view, views, where
 
-__all__ = ["Barrier", "Broadcast"]
-
 
 class Barrier(Call):
     """See :meth:`Communicator.barrier`."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from ..path import Path
 
-__all__ = ["Call", "Header", "Planned", "Straight", "spot_of", "straight"]
-
 #: Header of another rank's request, as parsed from ``Request.header()``.
 Header = dict[str, Any]
 

@@ -37,11 +37,6 @@ from .views import Array, Leaf, View, staged, views
 if TYPE_CHECKING:
     from collective.contract.backend import Backend, Plan
 
-__all__ = [
-    "FoldCall", "StructureReduceScatter", "StructureReduction", "by_dtype", "finish",
-    "guarded",
-]  # fmt: skip
-
 
 class FoldCall(Call):
     """Call that folds the ranks' arrays with an operator.

@@ -31,8 +31,6 @@ from .call import Call, Header, Planned, straight
 from .heads import HEAD_BYTES, Head
 from .views import UINT8, Array, Leaf, View, adapter_for, bytes_of, elements_of, view, views, where
 
-__all__ = ["AllGather", "AllGatherObjects", "AllToAll", "Gather", "Pieces", "assemble"]
-
 
 class Pieces(Call):
     """Call that moves pieces. The ranks' pieces may have different numbers of rows.

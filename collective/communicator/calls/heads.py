@@ -28,11 +28,6 @@ from ..path import Path
 from ..streams import Near
 from .views import UINT8, Array, adapter_for, check_device, device_view, room_on_gpu, view
 
-__all__ = [
-    "HEAD_BYTES", "OBJECT", "WORDS", "Head", "build_result", "check_out", "message_of",
-    "read_words", "room_for",
-]  # fmt: skip
-
 #: Length of every head in bytes. A transport takes as long for a head as for one byte.
 HEAD_BYTES = 1024
 

@@ -26,8 +26,6 @@ from ..streams import Near, settle, stream_work, with_site, within
 from .heads import OBJECT, WORDS, Head, build_result, check_out, message_of, read_words, room_for
 from .views import adapter_for
 
-__all__ = ["NULL", "Message", "Recv", "Send", "SendRecv", "Status"]
-
 _TAGS = 2**31
 
 #: Operation, dst, src and tag. Messages of one direction are received in the order in which they

@@ -24,8 +24,6 @@ from .folding import FoldCall, StructureReduceScatter, StructureReduction
 from .sharded import ShardedFold
 from .views import Array, Leaf, staged, view
 
-__all__ = ["AllReduce", "Reduce", "ReduceScatter", "Reduction", "Scan"]
-
 
 class Reduction(FoldCall):
     """Fold whose result has the shape of its input: ``all_reduce``, ``reduce``, ``scan``."""

@@ -33,8 +33,6 @@ from .views import (
     where,
 )
 
-__all__ = ["Scatter"]
-
 
 class Scatter(Call):
     """See :meth:`Communicator.scatter`.

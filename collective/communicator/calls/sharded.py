@@ -34,8 +34,6 @@ from .views import Array, Leaf, View, staged, view
 if TYPE_CHECKING:
     from collective.contract.backend import Backend, Plan
 
-__all__ = ["ShardedFold"]
-
 
 class ShardedFold(Call):
     """Reduction of virtual shards: ``all_reduce``, ``reduce`` or ``reduce_scatter``.

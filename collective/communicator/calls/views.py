@@ -26,11 +26,6 @@ from collective.memory.dtypes import DType
 from ..output import same_memory
 from ..path import Path
 
-__all__ = [
-    "UINT8", "Array", "Leaf", "View", "adapter_for", "bytes_of", "check_device", "device_view",
-    "elements_of", "pack", "room_on_gpu", "staged", "unpack", "view", "views", "where",
-]  # fmt: skip
-
 Array = np.ndarray[Any, Any]
 UINT8 = dtypes.BY_NAME["uint8"]
 # Operations that take Python numbers: their result is then a plain Python value.

@@ -31,8 +31,6 @@ from ..launcher import watch_over
 from ..loop import end_children
 from .reachability import Listener, reached
 
-__all__ = ["PROTOCOL", "main"]
-
 #: Version of the messages.
 PROTOCOL = 2
 # After so long a silence the launcher's host, or the network, is gone.

@@ -22,8 +22,6 @@ from ..agent_line import BEAT_S, AgentLine, Message, Output
 from ..loop import Loop
 from .reachability import Pulse
 
-__all__ = ["Cluster", "Machine", "SignalledError", "Site", "is_this_host"]
-
 # How long the agents may take to end what still runs, and a process that ends, or was killed.
 _CLOSE_S, _EXIT_S = 5.0, 0.5
 # The last bytes of what ssh wrote to standard error, for error texts.

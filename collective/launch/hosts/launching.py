@@ -41,8 +41,6 @@ from ..variables import Run, inherited, python_path, shared_variables
 from .agent import PROTOCOL
 from .cluster import Cluster, Machine, SignalledError, Site, is_this_host
 
-__all__ = ["check_hosts", "connected", "launch_on_hosts"]
-
 # How long a host may take until its agent answers: ssh, the shell, and the imports of Python.
 _START_S = 30.0
 # How long an agent may take for a step of the checks; a connection that fails takes two seconds.

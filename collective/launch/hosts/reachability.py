@@ -22,8 +22,6 @@ from collective.start.resolver import listen_toward
 
 from ..agent_line import BEAT_S
 
-__all__ = ["Listener", "Pulse", "reached"]
-
 # Long enough for a lost packet, which is sent again after a second.
 _CONNECT_S = 2.0
 # Each attempt has a thread, so that dead addresses do not wait for one another.

@@ -15,8 +15,6 @@ from collective.start.meeting import connect_met
 from collective.start.ray_store import RayStore
 from collective.start.rendezvous import from_text
 
-__all__ = ["ActorGroup", "forget", "meet_actors", "tell_dead"]
-
 # Untyped, because mypy also runs where Ray is not installed.
 _Base: Any = importlib.import_module(
     "ray.util.collective.collective_group.base_collective_group"

@@ -15,8 +15,6 @@ from collective.launch.outcome import Outcome, RankDiedError, RanksFailedError
 
 from .group import forget, meet_actors, tell_dead
 
-__all__ = ["run"]
-
 # Seconds that the other ranks have to end after one has failed, so that the error can show the
 # failures of all.
 _GRACE_S = 1.0

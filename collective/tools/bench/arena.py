@@ -22,8 +22,6 @@ from collective.launch.command_starter import CommandStarter
 from .contestants import Contestant
 from .worker import StartLine, WorkerCall
 
-__all__ = ["Arena", "ArenaError"]
-
 _START_S = 90.0
 # Seconds that an answer may take: a library may leave some ranks waiting for a rank that refuses.
 _ANSWER_S = {"attempt": 60.0}

@@ -17,8 +17,6 @@ from collective import BackendUnavailableError
 from collective.inner import Mpiexec, install, registry
 from collective.launch.command_starter import Command
 
-__all__ = ["PEERS", "VENDORS", "Contestant", "Side", "environments", "named"]
-
 #: The peers. memcpy is not a library: its figures show the limit of the machine's memory.
 PEERS = ("mpi4py", "torch", "memcpy")
 #: Names of the wheels that bring an MPI library and its mpiexec.

@@ -10,8 +10,6 @@ from collective.tools.show import microseconds, print_table, size_name
 from .contestants import PEERS
 from .measure import METHODS, Gap, Record
 
-__all__ = ["of_peer", "show"]
-
 _COLUMNS = {
     "latency": ["size", "side", "p50 µs", "p90 µs", "p99 µs", "#wrong"],
     "bandwidth": ["size", "side", "time µs", "algbw GB/s", "busbw GB/s", "#wrong"],

@@ -17,12 +17,6 @@ import numpy as np
 
 from collective.inner import ArrayFramework, encoded, framework
 
-__all__ = [
-    "BenchLibrary", "Call", "Memcpy", "Mpi", "Ours", "TorchDistributed", "Unsupported",
-    "open_library",
-]  # fmt: skip
-
-Array = np.ndarray[Any, Any]
 # A function without arguments that makes one call; its result may be anything.
 Call = Callable[[], Any]
 
@@ -74,11 +68,6 @@ class BenchLibrary(ABC):
         if dtype not in self.framework.dtypes():
             raise Unsupported(f"{self.framework.name} has no {dtype}")
         return self.framework.make(encoded(np.zeros(count, np.int64), dtype), dtype, _ALL)
-
-    def numpy(self, x: Any) -> Array:
-        """Return NumPy's array over the memory of an array on the CPU."""
-        array: Array = np.asarray(x)
-        return array
 
     @abstractmethod
     def calls(self, x: Any, y: Any) -> dict[str, Call]:

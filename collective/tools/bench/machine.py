@@ -16,8 +16,6 @@ import numpy as np
 from collective.platform import busy_seconds, cache_bytes, cpu_name, usable_cores
 from collective.tools.show import size_name, write
 
-__all__ = ["Observer", "headline", "measured"]
-
 
 class Observer:
     """Observer of a run, which reports the machine and the load from other processes."""

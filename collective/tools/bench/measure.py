@@ -18,10 +18,6 @@ from .arena import Arena, ArenaError
 from .contestants import Side
 from .operations import ALL, lengths
 
-__all__ = [
-    "METHODS", "Gap", "Pace", "Record", "Task", "compare",
-]  # fmt: skip
-
 T = TypeVar("T")
 
 #: Methods of timing. ``"latency"``: each call by itself from a common start; the figure is the

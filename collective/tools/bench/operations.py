@@ -18,11 +18,6 @@ from collective.inner import BY_NAME, encoded
 
 from .libraries import BenchLibrary
 
-__all__ = [
-    "ALL", "DTYPES", "OPERATIONS", "Operation", "Prepared", "Sample", "count_wrong", "lengths",
-    "value_of",
-]  # fmt: skip
-
 Array = np.ndarray[Any, Any]
 #: Function of a rank (or ranks) and an index (or indices) that returns elements of the input.
 Sample = Callable[[Any, Array], Array]

@@ -14,8 +14,6 @@ from .arena import Arena
 from .contestants import named
 from .measure import Gap, Pace, Record, Task, compare
 
-__all__ = ["Benchmark", "Results", "measure"]
-
 
 @dataclass(frozen=True)
 class Benchmark:

@@ -24,8 +24,6 @@ from collective.launch.ranks import Job
 from .libraries import BenchLibrary, Unsupported, open_library
 from .operations import Prepared
 
-__all__ = ["StartLine", "Worker", "WorkerCall", "main"]
-
 _LINE = 64  # words between the counters of two ranks, so that they do not share a cache line
 _POLLS = 50  # polls before the rank yields its processor, for more ranks than cores
 _PATIENCE_S = 60.0

@@ -26,8 +26,6 @@ from collective.tools.show import (
 if TYPE_CHECKING:
     from collective.tools.bench.run import Benchmark, Results
 
-__all__ = ["add_parser"]
-
 _DESCRIPTION = """\
 Time operations on each transport, and on other libraries in turns with it. Check the results on
 fresh data afterwards. Latency: each call starts from a common start; the figure is the slowest

@@ -9,8 +9,6 @@ from collective import ConfigError
 from collective.inner import KEYS, load, not_read
 from collective.tools.show import aligned, check_known
 
-__all__ = ["add_parser", "explained"]
-
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the subcommand."""

@@ -18,8 +18,6 @@ from collective.tools.show import Progress, painted, size_name, time_name
 
 from .run import add_hosts, hosts_of
 
-__all__ = ["add_parser", "text"]
-
 _EPILOG = """\
 exit code: 1 if a program that starts here and now would not work (because a setting is wrong or
 its transport does not work), or if a trial fails; else 0, also if the report names other problems.

@@ -13,8 +13,6 @@ import sys
 import tempfile
 from typing import NoReturn
 
-__all__ = ["Ended", "explain", "have_descriptors", "raise_on_signals"]
-
 # The signals that end a command in the background, or one whose terminal is closed.
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 # The errors of writing to an output that accepts no more data.

@@ -18,8 +18,6 @@ from collective import CollectiveError, __version__
 from . import bench, config, doctor, parity, profile, run, tour
 from .ending import Ended, explain, have_descriptors, raise_on_signals
 
-__all__ = ["main"]
-
 #: Modules with ``add_parser(subparsers)``, which sets ``execute``: options -> exit code.
 _COMMANDS = (bench, config, doctor, parity, profile, run, tour)
 # The commands that start processes of this package, but no program of the user.

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from collective.tools.parity.report import Report
     from collective.tools.parity.runner import Comparison
 
-__all__ = ["add_parser"]
-
 
 _EPILOG = """\
 exit code: 1 if a result differs from the oracle, a rank dies or hangs, or trained weights do not

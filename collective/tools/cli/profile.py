@@ -16,8 +16,6 @@ from collective.tools.show import Output, check_directory, check_file, width, wr
 from .ending import Ended
 from .run import absent_script, add_program, add_ranks, program_of, refuse_transports, say_size
 
-__all__ = ["add_parser"]
-
 # Width of the report if the output is not a terminal.
 _WIDTH = 110
 _EPILOG = """\

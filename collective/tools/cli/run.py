@@ -19,19 +19,6 @@ from collective.launch import Run, cores_for_each, launch, restart_with
 from collective.start import config, host_list, keys, launchers
 from collective.tools.show import check_directory, count
 
-__all__ = [
-    "absent_script",
-    "add_hosts",
-    "add_parser",
-    "add_program",
-    "add_ranks",
-    "default_size",
-    "hosts_of",
-    "program_of",
-    "refuse_transports",
-    "say_size",
-]
-
 _FEWEST = 2  # the smallest number of ranks that is worth a launch
 
 

@@ -20,8 +20,6 @@ from pathlib import Path
 from collective.inner import platform
 from collective.tools.show import painted
 
-__all__ = ["Lesson", "add_parser", "lead", "lessons", "perform"]
-
 _HELLO = """\
 # hello.py
 import os

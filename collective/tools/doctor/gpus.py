@@ -9,8 +9,6 @@ from typing import Any
 from collective import BackendUnavailableError, CollectiveTimeoutError
 from collective.inner import Deadline
 
-__all__ = ["facts", "nccl_facts", "try_nccl"]
-
 _START_S = 6.0  # NCCL usually starts in a fraction of a second
 _COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76  # CUdevice_attribute
 

@@ -31,8 +31,6 @@ from collective.platform import (
 from collective.start.network import address_of, interfaces, is_loopback, own_address
 from collective.tools.bench.machine import Observer
 
-__all__ = ["Files", "Load", "network", "processors", "shared_memory", "system"]
-
 # Seconds to wait for name servers; the system itself would wait much longer.
 _RESOLVE_S = 3.0
 # From this share of the cores on, other processes can make an answer late. If they have less, the

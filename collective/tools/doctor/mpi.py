@@ -12,8 +12,6 @@ from typing import Any
 
 from .probe import environment
 
-__all__ = ["mates", "starter_for", "starters"]
-
 _ANSWER_S = 4.0
 _VENDORS = (
     (r"Intel\(R\) MPI Library.*?Version ([\d.]+\d)", "Intel MPI"),

@@ -29,8 +29,6 @@ from collective.start.choice import options
 
 from . import gpus
 
-__all__ = ["Answer", "ask", "environment", "main"]
-
 # Variables that launchers set for their processes. A process that answers questions is not a rank
 # of the job that the doctor may run in, and its MPI must not contact that job's daemons. Settings
 # of the MPI libraries (FI_, I_MPI_, MPIR_CVAR_, OMPI_MCA_, UCX_) stay.

@@ -11,8 +11,6 @@ from collective.inner import install, not_read
 
 from .mpi import mates, starter_for
 
-__all__ = ["TORCH", "problems"]
-
 #: First and last release of PyTorch that were tested, as in the extra ``torch``.
 TORCH = (2, 5), (2, 15)
 

@@ -30,8 +30,6 @@ from collective.inner import (
 )
 from collective.launch.ranks import FunctionJob
 
-__all__ = ["exercise", "run"]
-
 Array = np.ndarray[Any, Any]
 
 _SMALL_BYTES, _LARGE_BYTES = 8, 16 << 20

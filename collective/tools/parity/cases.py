@@ -10,19 +10,6 @@ from collective.algorithms.arithmetic import check as check_op
 from collective.inner import BY_NAME
 from collective.ops import NAMES
 
-__all__ = [
-    "DTYPES",
-    "MOVES",
-    "OPERATIONS",
-    "OPS",
-    "REDUCTIONS",
-    "ROOTED",
-    "SHAPES",
-    "Case",
-    "matrix",
-    "reduces",
-]
-
 #: The calls that compute, and those that only move data.
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "scan")
 MOVES = (

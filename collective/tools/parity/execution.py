@@ -16,8 +16,6 @@ from collective.testing.samples import spread, told
 from . import oracle
 from .cases import REDUCTIONS, ROOTED, Case
 
-__all__ = ["Difference", "Verdict", "call", "prepare", "run_case"]
-
 Array = np.ndarray[Any, Any]
 
 # Filler for memory that a call must not write to.

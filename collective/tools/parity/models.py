@@ -18,8 +18,6 @@ from collective import Communicator, ShapeError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PARAMETERS", "TRAIN", "Batch", "chainer_parameters", "put", "torch_parameters"]
-
 Array = np.ndarray[Any, Any]
 #: Parts of a batch: inputs, targets, and the factor of the part's mean loss.
 Batch = Sequence[tuple[Array, Array, float]]

@@ -56,11 +56,6 @@ from collective.testing.samples import INFINITY_AND_NAN
 
 from .cases import REDUCTIONS, Case
 
-__all__ = [
-    "Pair", "Reference", "bound", "decoded", "factor", "input_of", "reference", "special", "ulp",
-    "unit_roundoff", "values",
-]  # fmt: skip
-
 Array = np.ndarray[Any, Any]
 Pair = tuple[Array, Array]
 

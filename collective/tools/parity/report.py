@@ -19,8 +19,6 @@ from collective.tools.show import Output
 from .cases import OPERATIONS, REDUCTIONS
 from .runner import CaseResult, Comparison
 
-__all__ = ["Cell", "Report", "cell", "show"]
-
 # Number of failures that are printed; a file has all of them.
 _SHOWN = 12
 _WIDTH = 600

@@ -15,8 +15,6 @@ from .cases import Case, matrix
 from .execution import Verdict
 from .transports import Transport
 
-__all__ = ["CaseResult", "Comparison", "on_ranks", "row", "run"]
-
 # Seconds in which ranks must import their frameworks, also on a busy machine.
 _PREPARE_S = 120.0
 # Longest time of a job, as a multiple of a call's timeout. After that the ranks count as hung.

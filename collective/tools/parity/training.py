@@ -25,8 +25,6 @@ from collective.inner import framework
 from . import models
 from .runner import Comparison, on_ranks, row
 
-__all__ = ["TOLERANCES", "compare"]
-
 Array = np.ndarray[Any, Any]
 _Weights = dict[str, Array]
 

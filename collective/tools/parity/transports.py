@@ -10,8 +10,6 @@ from collective.backends.hierarchical import HierarchicalBackend
 from collective.inner import World, registry
 from collective.testing.ranks import backend_class
 
-__all__ = ["Transport", "TwoHosts", "survey"]
-
 # hierarchical on a single host would not use the network at all, so a stand-in simulates two hosts.
 _STAND_INS = {"hierarchical": f"{__name__}:TwoHosts"}
 

@@ -13,8 +13,6 @@ from typing import Any
 from collective import ConfigError
 from collective.inner import trace
 
-__all__ = ["RankTrace", "Slice", "merge", "read"]
-
 #: Categories of slices in which the program is in a call and does not compute.
 IN_CALLS = frozenset({"collective", "enqueue", "compare", "message", "wait", "start"})
 

@@ -19,8 +19,6 @@ from collective.tools.bench.operations import ALL
 from .events import IN_CALLS, RankTrace, Slice
 from .steps import MEMORY, find
 
-__all__ = ["Intervals", "OperationCost", "Payoff", "Profile", "StepTimes", "judge", "profile"]
-
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 # Calls in which all ranks wait for the root only, in which only the root waits, and messages.

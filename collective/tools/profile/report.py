@@ -11,8 +11,6 @@ from collective.tools.show import Output, rate_name, size_name, time_name
 
 from .measure import OperationCost, Payoff, Profile, StepTimes, judge
 
-__all__ = ["as_json", "show"]
-
 
 def as_json(found: Profile) -> dict[str, Any]:
     """Return the profile and the verdict as plain data, in seconds and bytes."""

@@ -12,8 +12,6 @@ import numpy as np
 
 from .events import RankTrace, Slice
 
-__all__ = ["MEMORY", "Steps", "find"]
-
 Vector = np.ndarray[Any, np.dtype[Any]]
 
 #: These calls allocate memory and do not move data.

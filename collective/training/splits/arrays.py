@@ -17,8 +17,6 @@ from collective.training.differentiable import CollectiveStep
 
 from .windows import exchange
 
-__all__ = ["Arrays", "Halo"]
-
 
 class Halo(NamedTuple):
     """Rows along an axis that travel between ranks, seen from one rank.

@@ -16,10 +16,6 @@ from typing import Any, NamedTuple
 
 from .windows import Rule, clip, pieces
 
-__all__ = [
-    "Block", "Read", "Run", "Step", "Value", "blocks", "hull", "lengths_of", "order", "wanted",
-]  # fmt: skip
-
 #: The rows of an array along each axis that may be cut: the batch, and the data axes.
 Block = tuple[range, ...]
 

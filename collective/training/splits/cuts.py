@@ -28,8 +28,6 @@ from .report import Computation, MemoryReport, Verification
 from .serial import InTurn
 from .session import Session
 
-__all__ = ["Compute", "Cuts", "Framework", "Settings"]
-
 # Values of the options that need ranks; the first value is the default.
 _CHOICES = {
     # Whether an input or a result is whole on each rank, or in pieces.

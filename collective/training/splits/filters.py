@@ -27,11 +27,6 @@ from collective.errors import ShapeError, UnsupportedError
 
 from .windows import pieces
 
-__all__ = [
-    "ALONG", "COLUMNS", "ROWS", "FilterLayer", "Filters", "Share", "all_names", "arrange",
-    "whole_gradients",
-]  # fmt: skip
-
 COLUMNS, ROWS, ALONG = "columns", "rows", "along"
 
 

@@ -37,8 +37,6 @@ from .filters import ALONG, COLUMNS, ROWS, Filters
 from .serial import CHANNELS, InTurn, dimension, select_rows, values_behind
 from .windows import overlap, pieces
 
-__all__ = ["BlockGrid", "Executor", "OverRanks", "check_axes"]
-
 
 def check_axes(data: Sequence[int], axes: int) -> None:
     """Check that an array has the axes that are to be cut.

@@ -21,11 +21,6 @@ from .layered import Executor
 from .serial import CHANNELS, dimension
 from .windows import Rule, Taken, Window, data_slices
 
-__all__ = [
-    "Context", "check_windows", "guarded", "nothing", "padded", "resized", "row_for_row", "scaled",
-    "sliced", "taken",
-]  # fmt: skip
-
 EVERY = slice(None)
 
 

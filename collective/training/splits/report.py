@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["LayerDifference", "MemoryReport", "Verification"]
-
 # Name of a piece that is computed again, in the list of layers.
 _PIECE = "one piece, again"
 _HEAD = "kept for backward, MiB"

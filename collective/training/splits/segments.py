@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from .blocks import Step, Value
 from .windows import pieces
 
-__all__ = ["ChannelSegment", "segments"]
-
 # Number of limits to try for the memory that one part may keep, evenly spaced among all possible
 # limits.
 _LIMITS = 24

@@ -19,8 +19,6 @@ from .blocks import Block, Read, Run, Step, Value, blocks, lengths_of, order, wa
 from .segments import ChannelSegment, segments, step_of
 from .windows import pieces
 
-__all__ = ["CHANNELS", "InTurn", "dimension", "select", "select_rows", "values_behind"]
-
 #: Dimension of the channels in an array.
 CHANNELS = 1
 

@@ -21,8 +21,6 @@ from .blocks import Value, lengths_of
 from .filters import Filters
 from .layered import Executor
 
-__all__ = ["Session", "names"]
-
 
 class _LayerNames(threading.local):
     """Names of a model's layers that are running in this thread, from outermost to innermost."""

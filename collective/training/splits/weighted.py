@@ -17,8 +17,6 @@ from .recipes import Context, check_windows, guarded, padded
 from .serial import dimension, select_rows
 from .windows import Rule, Transposed, Window
 
-__all__ = ["biased", "convolved", "layer", "written"]
-
 
 def layer(
     context: Context,

@@ -18,10 +18,6 @@ from typing import Any, NamedTuple, Protocol
 
 from collective.algorithms.pieces import even, limits
 
-__all__ = [
-    "Rule", "Taken", "Transposed", "Window", "clip", "data_slices", "exchange", "overlap", "pieces",
-]  # fmt: skip
-
 
 class Rule(Protocol):
     """Dependence of the rows of a layer's output on the rows of its input."""

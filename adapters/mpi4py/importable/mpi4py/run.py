@@ -11,8 +11,6 @@ import runpy
 import sys
 from typing import Any
 
-__all__ = ["main"]
-
 
 def main(run_name: str = "__main__") -> dict[str, Any]:
     """Run the script, module or command that the arguments name; return its globals."""

@@ -6,12 +6,6 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 from .MPI import BottomType, Datatype, InPlaceType
 
-__all__ = [
-    "Aint", "Bottom", "BufSpec", "BufSpecB", "BufSpecV", "BufSpecW", "Buffer", "Count", "Displ",
-    "InPlace", "Offset", "SupportsBuffer", "SupportsCAI", "SupportsDLPack", "TargetSpec",
-    "TypeSpec",
-]  # fmt: skip
-
 
 class SupportsBuffer(Protocol):
     """Object with the buffer protocol."""

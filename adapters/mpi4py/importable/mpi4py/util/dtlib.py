@@ -10,8 +10,6 @@ from collective.adapters.mpi4py.datatypes import blocks_of
 
 from .. import MPI
 
-__all__ = ["from_numpy_dtype", "to_numpy_dtype"]
-
 
 def from_numpy_dtype(dtype: Any) -> Any:
     """Return the datatype of a NumPy dtype: an element, an array or a structure.

@@ -24,8 +24,6 @@ from collective.adapters.mpi4py.operations import await_posted
 
 from .. import MPI
 
-__all__ = ["Condition", "Counter", "Mutex", "Semaphore", "Sequential"]
-
 
 class Sequential:
     """Block that the ranks of a communicator run one after the other.
