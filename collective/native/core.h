@@ -14,7 +14,7 @@ _Static_assert(__atomic_always_lock_free(8, 0) && __atomic_always_lock_free(4, 0
 
 /* Version of the interface between C and __init__.py, and of the protocol between ranks whose cores
    were built at different times. It grows with each change that makes two versions incompatible. */
-#define PROTOCOL 29
+#define PROTOCOL 30
 
 /* The codes of element types, as in collective/memory/dtypes.py. Codes travel between ranks, so
    they never change. The 8-bit floats come behind these; no rank folds them on the host. */
@@ -47,6 +47,12 @@ fold_function *find_fold(int level, enum op op, enum dtype dtype);
 divide_function *find_divide(int level, enum dtype dtype);
 
 extern const size_t item_bytes[DTYPES];
+
+/* Bytes of which an element's address is a multiple: as in NumPy, those of a complex number's half. */
+static inline size_t alignment_of(int dtype)
+{
+    return item_bytes[dtype] >> (dtype == COMPLEX64 || dtype == COMPLEX128);
+}
 
 /* Pauses for an instant between two polls of another rank's word. The hardware thread on the same
    core can run meanwhile, and the cache line can stay with the rank that writes it. */
