@@ -11,10 +11,11 @@ import contextlib
 import importlib
 import re
 import signal
+import sys
 import time
 import unittest
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -60,6 +61,8 @@ class RankedItems:
         self._base = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         self._numbers = {item: number for number, item in enumerate(session.items)}
         self._pools: dict[tuple[str, int], RankPool] = {}
+        # The last test of each pool whose ranks expect another one, and keep fixtures for it.
+        self._kept: dict[tuple[str, int], pytest.Item] = {}
         # The ranks share what is imported before they are forked.
         for transport in {each[0] for each in plan.values() if isinstance(each, tuple)}:
             with contextlib.suppress(CollectiveError, ImportError):
@@ -75,6 +78,18 @@ class RankedItems:
         for pool in self._pools.values():
             pool.close()
         self._server.close()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self) -> Generator[None, object, object]:
+        """End the fixtures that ranks keep for a test that does not run here, as with -x and -n."""
+        try:
+            return (yield)
+        finally:
+            if not isinstance(sys.exception(), _STOPS):
+                for item in list(self._kept.values()):
+                    for report in self._run(item, ends=True):
+                        if report.failed:
+                            item.ihook.pytest_runtest_logreport(report=report)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(
@@ -121,8 +136,13 @@ class RankedItems:
             self._pools[transport, size] = pool
         return pool
 
-    def _run(self, item: pytest.Item) -> list[pytest.TestReport]:
-        """Run a test on its ranks, and return one report for each phase."""
+    def _run(self, item: pytest.Item, ends: bool = False) -> list[pytest.TestReport]:
+        """Run a test on its ranks, and return one report for each phase.
+
+        Args:
+            item: the test.
+            ends: whether it has run, and only the fixtures end that its ranks have kept.
+        """
         order = self._plan[item]
         if isinstance(order, Exception):
             raise order
@@ -139,7 +159,12 @@ class RankedItems:
         number = self._numbers[item]
         name = re.sub(r"\W", "_", item.name)[:30]
         folder = f"{self._base}/{name}-ranks{number}"
-        task = Task(number, self._following(item, order), folder, threads, transport, limit)
+        following = None if ends else self._following(item, order)
+        if following is None:
+            self._kept.pop((transport, size), None)
+        else:
+            self._kept[transport, size] = item
+        task = Task(number, following, folder, threads, transport, limit, ends)
         parts: Mapping[int, Part] = {}
         errors: Mapping[int, BaseException] = {}
         try:
