@@ -218,8 +218,7 @@ class _Plain:
     """Wrapper that presents contiguous bytes as writable, and with a stride of 1.
 
     torch warns about read-only arrays, even if they are only sent. A read-only array gets here
-    only to be sent, and Gloo does not write to it. torch refuses negative strides, even of a single
-    element.
+    only to be sent, and Gloo does not write to it. torch refuses one element of a negative stride.
     """
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:

@@ -46,13 +46,8 @@ fold_function *find_fold(int level, enum op op, enum dtype dtype);
 /* Returns NULL if the mean is not the quotient of the sum in the type's own arithmetic. */
 divide_function *find_divide(int level, enum dtype dtype);
 
-extern const size_t item_bytes[DTYPES];
-
-/* Bytes of which an element's address is a multiple: as in NumPy, those of a complex number's half. */
-static inline size_t alignment_of(int dtype)
-{
-    return item_bytes[dtype] >> (dtype == COMPLEX64 || dtype == COMPLEX128);
-}
+/* Bytes of an element, and its alignment: as in NumPy, that of the halves of a complex number. */
+extern const size_t item_bytes[DTYPES], item_alignment[DTYPES];
 
 /* Pauses for an instant between two polls of another rank's word. The hardware thread on the same
    core can run meanwhile, and the cache line can stay with the rank that writes it. */

@@ -68,7 +68,7 @@ static int set_shape(struct view *view, int ndim, const void *shape, size_t nbyt
     memcpy(view->shape, shape, sizeof *view->shape * (size_t)ndim);
     view->ndim = ndim;
     view->nbytes = nbytes;
-    return (uintptr_t)view->address % alignment_of(view->dtype) == 0;
+    return (uintptr_t)view->address % item_alignment[view->dtype] == 0;
 }
 
 static size_t length(int ndim, const Py_ssize_t *shape)

@@ -61,8 +61,8 @@ class RankedItems:
         self._base = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         self._numbers = {item: number for number, item in enumerate(session.items)}
         self._pools: dict[tuple[str, int], RankPool] = {}
-        # The last test of each pool whose ranks expect another one, and keep fixtures for it.
-        self._kept: dict[tuple[str, int], pytest.Item] = {}
+        # The last test of each pool, and the number of the one that its ranks keep fixtures for.
+        self._last: dict[tuple[str, int], tuple[pytest.Item, int | None]] = {}
         # The ranks share what is imported before they are forked.
         for transport in {each[0] for each in plan.values() if isinstance(each, tuple)}:
             with contextlib.suppress(CollectiveError, ImportError):
@@ -85,11 +85,11 @@ class RankedItems:
         try:
             return (yield)
         finally:
-            if not isinstance(sys.exception(), _STOPS):
-                for item in list(self._kept.values()):
-                    for report in self._run(item, ends=True):
-                        if report.failed:
-                            item.ihook.pytest_runtest_logreport(report=report)
+            stopped = isinstance(sys.exception(), _STOPS)
+            for item, following in [] if stopped else list(self._last.values()):
+                for report in [] if following is None else self._run(item, ends=True):
+                    if report.failed:
+                        item.ihook.pytest_runtest_logreport(report=report)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(
@@ -137,12 +137,7 @@ class RankedItems:
         return pool
 
     def _run(self, item: pytest.Item, ends: bool = False) -> list[pytest.TestReport]:
-        """Run a test on its ranks, and return one report for each phase.
-
-        Args:
-            item: the test.
-            ends: whether it has run, and only the fixtures end that its ranks have kept.
-        """
+        """Run a test on its ranks, or only end the fixtures that they have kept; return reports."""
         order = self._plan[item]
         if isinstance(order, Exception):
             raise order
@@ -160,10 +155,7 @@ class RankedItems:
         name = re.sub(r"\W", "_", item.name)[:30]
         folder = f"{self._base}/{name}-ranks{number}"
         following = None if ends else self._following(item, order)
-        if following is None:
-            self._kept.pop((transport, size), None)
-        else:
-            self._kept[transport, size] = item
+        self._last[transport, size] = item, following
         task = Task(number, following, folder, threads, transport, limit, ends)
         parts: Mapping[int, Part] = {}
         errors: Mapping[int, BaseException] = {}

@@ -73,7 +73,7 @@ static void fill(char *bytes, const struct plan *p, int call, int rank, size_t i
 }
 
 #ifndef FOLDS
-const size_t item_bytes[DTYPES] = {[UINT32] = 4};
+const size_t item_bytes[DTYPES] = {[UINT32] = 4}, item_alignment[DTYPES] = {[UINT32] = 4};
 
 /* As if the processor had the baseline's instructions only. */
 int fold_levels(void)
@@ -296,7 +296,7 @@ static void *rank_main(void *argument)
         struct kind kind = draw_kind(&state, folds);
         kind.mean = kind.mean && p.operation != SCAN;
         p.item = item_bytes[kind.dtype];
-        p.alignment = alignment_of(kind.dtype);
+        p.alignment = item_alignment[kind.dtype];
         p.count = p.count * 4 / p.item;
         if (folds) {
             int level = (int)(draw(&own) % fold_levels());
