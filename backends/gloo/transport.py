@@ -212,22 +212,22 @@ class GlooBackend(Paired):
             raise explained from elsewhere.error
 
 
-class _Writable:
-    """Wrapper that presents a read-only array as writable.
+class _Plain:
+    """Wrapper that presents contiguous bytes as writable, and with a stride of 1.
 
     torch warns about read-only arrays, even if they are only sent. A read-only array gets here
-    only to be sent, and Gloo does not write to it.
+    only to be sent, and Gloo does not write to it. torch refuses one element of a negative stride.
     """
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self._array = array  # an array made from this wrapper keeps the wrapped array alive
-        address, _ = array.__array_interface__["data"]
-        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+        known = array.__array_interface__
+        self.__array_interface__ = {**known, "data": (known["data"][0], False), "strides": None}
 
 
 def _as_bytes(buffer: Buffer) -> torch.Tensor:
     """Return a uint8 tensor over the memory of ``buffer``."""
     array = buffer.array.view(np.uint8)
-    if not array.flags.writeable:
-        array = np.asarray(_Writable(array))
+    if not array.flags.writeable or array.strides != (1,):
+        array = np.asarray(_Plain(array))
     return torch.from_numpy(array)

@@ -14,7 +14,7 @@ _Static_assert(__atomic_always_lock_free(8, 0) && __atomic_always_lock_free(4, 0
 
 /* Version of the interface between C and __init__.py, and of the protocol between ranks whose cores
    were built at different times. It grows with each change that makes two versions incompatible. */
-#define PROTOCOL 29
+#define PROTOCOL 30
 
 /* The codes of element types, as in collective/memory/dtypes.py. Codes travel between ranks, so
    they never change. The 8-bit floats come behind these; no rank folds them on the host. */
@@ -46,7 +46,8 @@ fold_function *find_fold(int level, enum op op, enum dtype dtype);
 /* Returns NULL if the mean is not the quotient of the sum in the type's own arithmetic. */
 divide_function *find_divide(int level, enum dtype dtype);
 
-extern const size_t item_bytes[DTYPES];
+/* Bytes of an element, and its alignment: as in NumPy, that of the halves of a complex number. */
+extern const size_t item_bytes[DTYPES], item_alignment[DTYPES];
 
 /* Pauses for an instant between two polls of another rank's word. The hardware thread on the same
    core can run meanwhile, and the cache line can stay with the rank that writes it. */

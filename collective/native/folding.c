@@ -32,7 +32,7 @@ static int is_plain(const Py_buffer *view, enum dtype dtype)
     if (*format == 'Z')
         format = format[1] == 'f' ? "F" : format[1] == 'd' ? "D" : "";
     return format[0] != 0 && format[1] == 0 && strchr(formats[dtype], format[0]) != NULL
-           && (uintptr_t)view->buf % (item_bytes[dtype] > 8 ? 8 : item_bytes[dtype]) == 0;
+           && (uintptr_t)view->buf % item_alignment[dtype] == 0;
 }
 
 /* Views an array that holds aligned elements of the type. Returns 0 for any other array, without an

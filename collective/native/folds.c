@@ -15,6 +15,7 @@
 #endif
 
 const size_t item_bytes[DTYPES] = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 8, 16, 2};
+const size_t item_alignment[DTYPES] = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 4, 8, 2};
 
 /* Tells the compiler that no iteration depends on another. That is true, since out is the same
    array as an input, or does not overlap the inputs. */

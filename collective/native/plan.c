@@ -123,6 +123,7 @@ static enum outcome measure(const struct shared *s, struct plan *p, const struct
 {
     const struct view *one = src != NULL ? src : dst;
     p->item = one != NULL ? item_bytes[one->dtype] : 1;
+    p->alignment = one != NULL ? item_alignment[one->dtype] : 1;
     /* All items are powers of two. A division takes longer than the rest of this function. */
     if (p->starts == NULL)
         p->count = one != NULL ? one->nbytes >> __builtin_ctzll(p->item) : 0;
@@ -312,8 +313,7 @@ static struct view *view_unlocked(const struct unlocked *call, int which, const 
 
 static int is_aligned(const struct view *view)
 {
-    size_t item = view != NULL ? item_bytes[view->dtype] : 1;
-    return view == NULL || (uintptr_t)view->address % (item > 8 ? 8 : item) == 0;
+    return view == NULL || (uintptr_t)view->address % item_alignment[view->dtype] == 0;
 }
 
 enum outcome plan_run_unlocked(const struct unlocked *call, const void *in, void *out,

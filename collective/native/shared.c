@@ -300,8 +300,7 @@ static int find_arrays(struct shared *s, const struct plan *p, int which, int lo
             offset = __atomic_load_n(words + 1, __ATOMIC_RELAXED);
         }
         size_t nbytes = which == 0 ? announced_bytes(s, p, rank) : p->item * p->count;
-        if (nbytes > mine->nbytes || offset > mine->nbytes - nbytes
-            || offset % (p->item > 8 ? 8 : p->item)) {
+        if (nbytes > mine->nbytes || offset > mine->nbytes - nbytes || offset % p->alignment) {
             s->damaging = rank;
             s->damage = "an array's place is misaligned or outside of its symmetric memory";
             return DAMAGED;

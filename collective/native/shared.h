@@ -102,8 +102,8 @@ struct plan {
        length of the whole. Otherwise NULL, and the ranks share any work evenly. */
     uint64_t *starts;
     uint64_t longest; /* length of the longest piece */
-    /* Set for each call: bytes of an element, and the number of elements of the whole. */
-    size_t item, count;
+    /* Set for each call: an element's bytes and alignment, and the number of elements of the whole. */
+    size_t item, alignment, count;
 };
 
 /* The results of a call other than 0. After DIFFERENT nothing has been written, and the ranks may

@@ -65,11 +65,10 @@ static int set_shape(struct view *view, int ndim, const void *shape, size_t nbyt
 {
     if (ndim < 0 || ndim > VIEW_DIMENSIONS)
         return 0;
-    size_t item = item_bytes[view->dtype];
     memcpy(view->shape, shape, sizeof *view->shape * (size_t)ndim);
     view->ndim = ndim;
     view->nbytes = nbytes;
-    return (uintptr_t)view->address % (item > 8 ? 8 : item) == 0;
+    return (uintptr_t)view->address % item_alignment[view->dtype] == 0;
 }
 
 static size_t length(int ndim, const Py_ssize_t *shape)

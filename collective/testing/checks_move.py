@@ -164,7 +164,7 @@ def check_all_to_all(comm: Communicator) -> None:
 def check_moves_of_layouts(comm: Communicator, layout: str) -> None:
     """Check that moving calls take arrays that are not contiguous, and write to such arrays."""
     shape = (2 * comm.size, 3)
-    inputs = [values("float64", shape, rank, 47) for rank in range(comm.size)]
+    inputs = [values("complex64", shape, rank, 47) for rank in range(comm.size)]
     mine = laid_out(layout, inputs[comm.rank])
     root = comm.size - 1
     every = joined(inputs)
@@ -172,7 +172,7 @@ def check_moves_of_layouts(comm: Communicator, layout: str) -> None:
     what = f"of a {layout} array to one"
 
     def out(shape: tuple[int, ...]) -> Array:
-        return laid_out(layout, np.zeros(shape))
+        return laid_out(layout, np.zeros(shape, np.complex64))
 
     target = out(shape)
     comm.broadcast(mine, root=root, out=target)

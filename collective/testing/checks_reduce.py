@@ -136,6 +136,9 @@ def check_reductions_of_layouts(comm: Communicator, layout: str) -> None:
     assert_same(mine, inputs[comm.rank], f"the input, {layout}")
     comm.all_reduce(mine, out=mine)
     assert_same(mine, total, f"all_reduce {what} in place")
+    # NumPy counts one element as contiguous, whatever its stride.
+    one = comm.all_reduce(laid_out(layout, np.ones(1, np.int8)))
+    assert_same(one, np.full(1, comm.size, np.int8), f"all_reduce of one element, {layout}")
     row = np.broadcast_to(values("float32", 5, comm.rank, 4), shape)
     rows = [np.broadcast_to(values("float32", 5, rank, 4), shape) for rank in range(comm.size)]
     assert_same(comm.all_reduce(row), expected("sum", rows), "all_reduce of an expanded array")

@@ -49,6 +49,7 @@ class Task:
         threads: how many ranks this process has, as threads; 0 if the process is one rank.
         transport: name of the transport.
         timeout: seconds that the test may take.
+        ends: whether the test has run, and the ranks only end the fixtures that they have kept.
     """
 
     item: int
@@ -57,6 +58,7 @@ class Task:
     threads: int
     transport: str
     timeout: float
+    ends: bool = False
 
 
 @dataclass
@@ -137,7 +139,14 @@ class RankSession:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in {} if task.threads else self._variables().items():
                 patch.setenv(f"COLLECTIVE_{name}", value)
-            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+            if task.ends:
+                # pytest's own hook for the end of a test may be called once for each test.
+                end = item.session._setupstate.teardown_exact
+                ended = pytest.CallInfo.from_call(lambda: end(None), "teardown")
+                report = item.ihook.pytest_runtest_makereport(item=item, call=ended)
+                item.ihook.pytest_runtest_logreport(report=report)
+            else:
+                item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
             if os.getpid() != self._pid:
                 # A child that the test has forked, and that has run out of the test.
                 os._exit(1)

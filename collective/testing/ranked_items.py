@@ -11,10 +11,11 @@ import contextlib
 import importlib
 import re
 import signal
+import sys
 import time
 import unittest
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -58,6 +59,8 @@ class RankedItems:
         self._base = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         self._numbers = {item: number for number, item in enumerate(session.items)}
         self._pools: dict[tuple[str, int], RankPool] = {}
+        # The last test of each pool, and the number of the one that its ranks keep fixtures for.
+        self._last: dict[tuple[str, int], tuple[pytest.Item, int | None]] = {}
         # The ranks share what is imported before they are forked.
         for transport in {each[0] for each in plan.values() if isinstance(each, tuple)}:
             with contextlib.suppress(CollectiveError, ImportError):
@@ -73,6 +76,18 @@ class RankedItems:
         for pool in self._pools.values():
             pool.close()
         self._server.close()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self) -> Generator[None, object, object]:
+        """End the fixtures that ranks keep for a test that does not run here, as with -x and -n."""
+        try:
+            return (yield)
+        finally:
+            stopped = isinstance(sys.exception(), _STOPS)
+            for item, following in [] if stopped else list(self._last.values()):
+                for report in [] if following is None else self._run(item, ends=True):
+                    if report.failed:
+                        item.ihook.pytest_runtest_logreport(report=report)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(
@@ -119,8 +134,8 @@ class RankedItems:
             self._pools[transport, size] = pool
         return pool
 
-    def _run(self, item: pytest.Item) -> list[pytest.TestReport]:
-        """Run a test on its ranks, and return one report for each phase."""
+    def _run(self, item: pytest.Item, ends: bool = False) -> list[pytest.TestReport]:
+        """Run a test on its ranks, or only end the fixtures that they have kept; return reports."""
         order = self._plan[item]
         if isinstance(order, Exception):
             raise order
@@ -137,7 +152,9 @@ class RankedItems:
         number = self._numbers[item]
         name = re.sub(r"\W", "_", item.name)[:30]
         folder = f"{self._base}/{name}-ranks{number}"
-        task = Task(number, self._following(item, order), folder, threads, transport, limit)
+        following = None if ends else self._following(item, order)
+        self._last[transport, size] = item, following
+        task = Task(number, following, folder, threads, transport, limit, ends)
         parts: Mapping[int, Part] = {}
         errors: Mapping[int, BaseException] = {}
         try:

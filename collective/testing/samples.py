@@ -394,12 +394,11 @@ def laid_out(layout: str, array: Array) -> Array:
         view = np.zeros(array.shape, array.dtype, order="F")
     elif layout == "transposed":
         view = np.zeros(array.shape[::-1], array.dtype).T
-    elif layout == "unaligned":
-        # As of a file's bytes behind a header.
-        view = np.zeros(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
     else:
-        # Aligned for its elements, but not for vectors or cache lines.
-        view = np.zeros(array.size + 1, array.dtype)[1:].reshape(array.shape)
+        # Unaligned as a file's bytes behind a header, or aligned for its elements (a complex one as
+        # its halves), but not for vectors or cache lines.
+        skip = 1 if layout == "unaligned" else array.real.itemsize
+        view = np.zeros(array.nbytes + skip, np.uint8)[skip:].view(array.dtype).reshape(array.shape)
     view[...] = array
     return view
 

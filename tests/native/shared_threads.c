@@ -73,7 +73,7 @@ static void fill(char *bytes, const struct plan *p, int call, int rank, size_t i
 }
 
 #ifndef FOLDS
-const size_t item_bytes[DTYPES] = {[UINT32] = 4};
+const size_t item_bytes[DTYPES] = {[UINT32] = 4}, item_alignment[DTYPES] = {[UINT32] = 4};
 
 /* As if the processor had the baseline's instructions only. */
 int fold_levels(void)
@@ -237,7 +237,7 @@ static void break_off(struct shared *shared, uint32_t *state)
     char *memory = calloc(2, nbytes);
     for (int call = 0; !failed; call++) {
         struct plan p = {.operation = ALL_REDUCE, .fold = find_fold(0, SUM, UINT32), .item = 4,
-                         .folded = 4, .count = count,
+                         .alignment = 4, .folded = 4, .count = count,
                          .digest = 5 + call};
         char *src = call % 2 ? heaps[shared->rank] : memory, *dst = call % 4 < 2 ? src : src + nbytes;
         shared->context = shared->rank == victim && call > 4 ? &patience : NULL;
@@ -296,6 +296,7 @@ static void *rank_main(void *argument)
         struct kind kind = draw_kind(&state, folds);
         kind.mean = kind.mean && p.operation != SCAN;
         p.item = item_bytes[kind.dtype];
+        p.alignment = item_alignment[kind.dtype];
         p.count = p.count * 4 / p.item;
         if (folds) {
             int level = (int)(draw(&own) % fold_levels());

@@ -89,6 +89,28 @@ def test_wide_fixture_is_made_once_in_each_rank(ranked: Run, pytester: pytest.Py
     assert sorted(lines[:-3]) == 2 * ["begin"] + 2 * ["end"] + 6 * ["test"]
 
 
+def test_failing_end_of_wide_fixture_is_reported_when_pytest_stops_early(ranked: Run) -> None:
+    result = ranked(
+        """
+        @pytest.fixture(scope="module")
+        def wide():
+            yield
+            assert not "the end"
+
+        @pytest.mark.ranks(2)
+        def test_bad(comm, wide):
+            assert comm.rank
+
+        @pytest.mark.ranks(2)
+        def test_next(comm, wide):
+            pass
+        """,
+        "-x",
+    )
+    result.assert_outcomes(failed=1, errors=1)
+    result.stdout.fnmatch_lines(["*ERROR at teardown of test_bad*", '*assert not "the end"*'])
+
+
 def test_fixtures_of_earlier_tests_here_end_before_the_next_module(
     ranked: Run, pytester: pytest.Pytester
 ) -> None:
