@@ -277,10 +277,11 @@ class Operation(Inner):
     def fill(self, status: Status) -> None:
         """Fill a status of the complete operation."""
         received, (source, tag, code, nbytes, cancelled) = self._received, self.fields
+        if self.error is not None:
+            code = self.error.ierr
         if received is not None:
             if received.state in (OVER, CANCELLED):
                 source, tag, nbytes = self.mail.status(received)
-            code = self.error.ierr if self.error is not None else code
             cancelled = received.state == CANCELLED
         status.put((source, tag, code, nbytes, cancelled))
 

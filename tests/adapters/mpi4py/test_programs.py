@@ -394,3 +394,40 @@ except (MPI.Exception, ValueError) as error:
     print(error)
 """
     assert message in printed("-c", code)
+
+
+@pytest.mark.parametrize("call", ["Waitall", "waitall", "Testall", "Waitsome"])
+def test_error_of_one_of_several_requests_is_in_its_status(launches: Launches, call: str) -> None:
+    body = f"""
+import numpy as np
+other, statuses = 1 - comm.rank, [MPI.Status(), MPI.Status()]
+whole, short = np.zeros(2), np.zeros(1)
+requests = [comm.Irecv(whole, other, 1), comm.Irecv(short, other, 2)]
+for tag in (1, 2):
+    comm.Send(np.ones(2), other, tag)
+comm.Barrier()
+try:
+    while MPI.Request.{call}(requests, statuses) is False:
+        pass
+except MPI.Exception as error:
+    print(error.Get_error_class() == MPI.ERR_IN_STATUS, "The first one: MPI_ERR_TR" in str(error))
+print(*[status.error == MPI.ERR_TRUNCATE for status in statuses], *map(bool, requests))
+"""
+    lines = ["[0] False True False False", "[0] True True"]
+    lines += [line.replace("[0]", "[1]") for line in lines]
+    assert sorted(_ranks(launches, body).splitlines()) == lines
+
+
+def test_wait_for_several_requests_names_the_lost_rank(launches: Launches) -> None:
+    body = """
+import os
+if comm.rank == 1:
+    os._exit(7)
+try:
+    MPI.Request.waitall([comm.irecv(source=1)])
+except MPI.Exception as error:
+    print(error.Get_error_class() == MPI.ERR_PROC_FAILED, "rank 1" in str(error), flush=True)
+"""
+    program = launches.script(f"from mpi4py import MPI\ncomm = MPI.COMM_WORLD\n{body}")
+    done = launches.run("-n", "2", "--backend", "shm", "--mpi4py", program)
+    assert "[0] True True" in done.stdout, done.stdout + done.stderr
