@@ -142,15 +142,15 @@ class Comm(Named, PointToPoint, Collectives, Attributed, Handling, kind=True):
     # -- making and freeing ------------------------------------------------------------------
 
     def _child(self, ranks: Sequence[int], number: int, kind: Any = None) -> Any:
-        """Return a communicator of some ranks of this one; the null one if this is none of them."""
-        context = self._live
+        """Return a communicator of some ranks of this one; a null one if this is none of them."""
+        context, kind = self._live, kind or Intracomm
         members = [context.ranks[rank] for rank in ranks]
         if context.rank not in ranks:
-            return COMM_NULL
+            return kind()
         inner = Context(context.mail, members, number, context.world)
         inner.errhandler = context.errhandler
-        inner.kind = kind or Intracomm
-        return inner.kind._of(inner)
+        inner.kind = kind
+        return kind._of(inner)
 
     def _agree(self, value: Any = None) -> tuple[list[Any], int]:
         """Return all ranks' values, and a number for a new communicator; collective."""
@@ -191,7 +191,7 @@ class Comm(Named, PointToPoint, Collectives, Attributed, Handling, kind=True):
             raise MPIError(CLASSES["ERR_ARG"], f"Split: color {color} is negative")
         parts, number = self._agree((color, key))
         if color == UNDEFINED:
-            return COMM_NULL
+            return Intracomm()
         mine = [(k, rank) for rank, (c, k) in enumerate(parts) if c == color]
         return self._child([rank for _, rank in sorted(mine)], number)
 
@@ -255,7 +255,7 @@ class Intracomm(Prefixes, Comm):
         context = self._live
         members = [context.ranks.index(member) for member in group._live.ranks]
         if context.rank not in members:
-            return COMM_NULL
+            return Intracomm()
         # Numbers go through the first member, under tags that collective calls do not have.
         tag = CALL_TAGS + int(tag) % CALL_TAGS
         first, others = [members[0]], members[1:]

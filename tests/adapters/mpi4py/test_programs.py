@@ -431,3 +431,16 @@ except MPI.Exception as error:
     program = launches.script(f"from mpi4py import MPI\ncomm = MPI.COMM_WORLD\n{body}")
     done = launches.run("-n", "2", "--backend", "shm", "--mpi4py", program)
     assert "[0] True True" in done.stdout, done.stdout + done.stderr
+
+
+def test_rank_outside_of_a_new_communicator_gets_a_null_handle_of_its_class() -> None:
+    code = """
+from collective.adapters import mpi4py; mpi4py.enable()
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+empty = MPI.GROUP_EMPTY
+for null in (comm.Split(MPI.UNDEFINED), comm.Create(empty), comm.Create_group(empty),
+             comm.Create_cart([0])):
+    print(type(null).__name__, null == MPI.COMM_NULL, bool(null))
+"""
+    assert printed("-c", code) == "Intracomm True False\n" * 3 + "Cartcomm True False\n"
