@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -19,13 +20,17 @@ from .operations import ANY_SOURCE, idle
 from .point_to_point import TAG_UB, PointToPoint
 from .requests import Request
 
-__all__ = ["COMM_NULL", "Comm", "Context", "Intercomm", "Intracomm", "begin", "mail_of", "world"]
+__all__ = [
+    "COMM_NULL", "WORKER", "Comm", "Context", "Intercomm", "Intracomm", "begin", "mail_of", "world",
+]  # fmt: skip
 
 COMM_TYPE_SHARED, COMM_TYPE_HW_GUIDED, COMM_TYPE_HW_UNGUIDED, COMM_TYPE_RESOURCE_GUIDED = range(4)
 ROOT = -3
 # Keyvals of MPI itself.
 KEYVALS = {"TAG_UB": 1, "IO": 2, "WTIME_IS_GLOBAL": 3, "UNIVERSE_SIZE": 4, "APPNUM": 5,
            "LASTUSEDCODE": 6}  # fmt: skip
+#: Name of the processes of an executor. They import the rank's program, and are no ranks.
+WORKER = "worker of mpi4py.futures"
 # A communicator of few ranks gets one of the library's own, with plans, after so many such calls.
 _CALLS_WITHOUT_PLANS = 8
 # Seconds of a call without a deadline: a rank may work alone for as long as it needs.
@@ -324,7 +329,8 @@ world = _World()
 def begin() -> tuple[Any, Any]:
     """Connect the ranks if they are not yet; return ``COMM_WORLD`` and ``COMM_SELF``."""
     if world.handle is None:
-        core = collective.init()
+        is_worker = multiprocessing.current_process().name == WORKER
+        core = collective.init(rank=0, size=1) if is_worker else collective.init()
         if session.settings().origins["timeout"] == "default":
             core.timeout = _FOREVER
         adopt(core)

@@ -444,3 +444,25 @@ for null in (comm.Split(MPI.UNDEFINED), comm.Create(empty), comm.Create_group(em
     print(type(null).__name__, null == MPI.COMM_NULL, bool(null))
 """
     assert printed("-c", code) == "Intracomm True False\n" * 3 + "Cartcomm True False\n"
+
+
+def test_executors_are_of_the_kinds_that_their_names_say(launches: Launches) -> None:
+    program = launches.script(
+        """
+import os
+from mpi4py import MPI, futures
+
+if __name__ == "__main__":
+    for kind in (futures.MPIPoolExecutor, futures.ProcessPoolExecutor, futures.ThreadPoolExecutor):
+        with kind(max_workers=1) as executor:
+            rank = executor.submit(MPI.COMM_WORLD.Get_rank).result()
+            here = executor.submit(os.getpid).result() == os.getpid()
+            # Programs look for _max_workers in executors, and for a number of _processes in pools.
+            print(rank, here, executor._max_workers, hasattr(executor, "_processes"))
+"""
+    )
+    done = launches.run(
+        "-n", "3", "--backend", "shm", "--mpi4py", "-m", "mpi4py.futures", program
+    )  # fmt: skip
+    lines = ["[0] 2 False 2 False", "[0] 0 False 1 False", "[0] 0 True 1 False"]
+    assert done.stdout.splitlines() == lines, done.stdout + done.stderr
