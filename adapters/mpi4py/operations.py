@@ -20,7 +20,7 @@ from collective.contract.mail import CANCELLED, OVER
 from .datatypes import CONSTANTS, Datatype
 from .exceptions import CLASSES, TRANSLATED, MPIError, translated
 from .groups import UNDEFINED
-from .handles import Inner
+from .handles import Inner, name_methods
 from .layouts import Piece
 from .pickling import loads
 
@@ -48,6 +48,7 @@ def _field(index: int, kind: type, what: str) -> tuple[Any, Any, Any]:
     return get, put, property(get, put)
 
 
+@name_methods
 class Status:
     """Source, tag, length and error of a message.
 

@@ -466,3 +466,22 @@ if __name__ == "__main__":
     )  # fmt: skip
     lines = ["[0] 2 False 2 False", "[0] 0 False 1 False", "[0] 0 True 1 False"]
     assert done.stdout.splitlines() == lines, done.stdout + done.stderr
+
+
+def test_methods_pickle_by_the_names_of_their_class() -> None:
+    code = """
+import pickle
+from collective.adapters import mpi4py; mpi4py.enable()
+from mpi4py import MPI
+
+def resolves(owner, name):
+    method = getattr(owner, name)
+    return pickle.loads(pickle.dumps(method)).__name__ == method.__name__
+
+comm = MPI.COMM_WORLD
+names = [name for name in dir(comm) if name[0] != "_" and callable(getattr(comm, name))]
+print(len(names) > 150, [name for name in names if not resolves(comm, name)])
+print(resolves(MPI.Request, "Waitall"), resolves(MPI.Status(), "Get_tag"))
+print(pickle.loads(pickle.dumps(comm.Get_size))())
+"""
+    assert printed("-c", code) == "True []\nTrue True\n1\n"
