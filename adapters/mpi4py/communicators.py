@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import collective
-from collective.inner import session
+from collective.inner import platform, session
 
 from .attributes import ERRORS_RETURN, Attributed, Handling, copy_attributes, delete_attributes
 from .collectives import CALL_TAGS, Collectives, Prefixes
@@ -206,7 +206,7 @@ class Comm(Named, PointToPoint, Collectives, Attributed, Handling, kind=True):
         if kind in (COMM_TYPE_HW_GUIDED, COMM_TYPE_RESOURCE_GUIDED):
             shared = info.get("mpi_hw_resource_type") == "mpi_shared_memory"
             kind = COMM_TYPE_SHARED if shared else UNDEFINED
-        hosts = self.allgather(_host())
+        hosts = self.allgather(_host(self._live.world))
         mine = hosts.index(hosts[self._live.rank])
         return self.Split(mine if kind == COMM_TYPE_SHARED else UNDEFINED, key)
 
@@ -241,13 +241,9 @@ class Comm(Named, PointToPoint, Collectives, Attributed, Handling, kind=True):
     )
 
 
-def _host() -> str:
-    """Return a name of this host that no other host has."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return os.uname().nodename
+def _host(core: Any) -> str:
+    """Return a text that is the same on ranks that can share memory, as for ``hierarchical``."""
+    return f"{core.host} {platform.boot_id()} {platform.process_namespace()}"
 
 
 class Intracomm(Prefixes, Comm):

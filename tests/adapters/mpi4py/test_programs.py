@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.interpreter import printed, run_python
 from tests.support.launches import Launches, launches
+from tests.support.network_hosts import Hosts, needs_hosts
 
 __all__ = ["launches"]
 
@@ -485,3 +486,24 @@ print(resolves(MPI.Request, "Waitall"), resolves(MPI.Status(), "Get_tag"))
 print(pickle.loads(pickle.dumps(comm.Get_size))())
 """
     assert printed("-c", code) == "True []\nTrue True\n1\n"
+
+
+def test_ranks_of_a_host_are_those_that_share_memory(tmp_path: Path) -> None:
+    needs_hosts()
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+from mpi4py import MPI
+host = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+window = MPI.Win.Allocate_shared(8, 8, comm=host)
+memory, _ = window.Shared_query(0)
+if host.rank == 0:
+    memory[0] = 40 + MPI.COMM_WORLD.rank
+window.Fence()
+print(host.size, memory[0])
+"""
+    )
+    with Hosts(2, tmp_path) as hosts:
+        job = hosts.run(["--hosts", "host0:2,host1:2", "--mpi4py", str(program)])
+        lines = sorted(job.succeed().splitlines())
+    assert lines == ["[0] 2 40", "[1] 2 40", "[2] 2 42", "[3] 2 42"]
