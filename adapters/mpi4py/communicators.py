@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import collective
-from collective.inner import session
+from collective.inner import platform, session
 
 from .attributes import ERRORS_RETURN, Attributed, Handling, copy_attributes, delete_attributes
 from .collectives import CALL_TAGS, Collectives, Prefixes
@@ -24,6 +25,8 @@ ROOT = -3
 # Keyvals of MPI itself.
 KEYVALS = {"TAG_UB": 1, "IO": 2, "WTIME_IS_GLOBAL": 3, "UNIVERSE_SIZE": 4, "APPNUM": 5,
            "LASTUSEDCODE": 6}  # fmt: skip
+#: Name of the processes of an executor. They import the rank's program, and are no ranks.
+WORKER = "worker of mpi4py.futures"
 # A communicator of few ranks gets one of the library's own, with plans, after so many such calls.
 _CALLS_WITHOUT_PLANS = 8
 # Seconds of a call without a deadline: a rank may work alone for as long as it needs.
@@ -140,15 +143,15 @@ class Comm(Named, PointToPoint, Collectives, Attributed, Handling, kind=True):
     # -- making and freeing ------------------------------------------------------------------
 
     def _child(self, ranks: Sequence[int], number: int, kind: Any = None) -> Any:
-        """Return a communicator of some ranks of this one; the null one if this is none of them."""
-        context = self._live
+        """Return a communicator of some ranks of this one; a null one if this is none of them."""
+        context, kind = self._live, kind or Intracomm
         members = [context.ranks[rank] for rank in ranks]
         if context.rank not in ranks:
-            return COMM_NULL
+            return kind()
         inner = Context(context.mail, members, number, context.world)
         inner.errhandler = context.errhandler
-        inner.kind = kind or Intracomm
-        return inner.kind._of(inner)
+        inner.kind = kind
+        return kind._of(inner)
 
     def _agree(self, value: Any = None) -> tuple[list[Any], int]:
         """Return all ranks' values, and a number for a new communicator; collective."""
@@ -189,7 +192,7 @@ class Comm(Named, PointToPoint, Collectives, Attributed, Handling, kind=True):
             raise MPIError(CLASSES["ERR_ARG"], f"Split: color {color} is negative")
         parts, number = self._agree((color, key))
         if color == UNDEFINED:
-            return COMM_NULL
+            return Intracomm()
         mine = [(k, rank) for rank, (c, k) in enumerate(parts) if c == color]
         return self._child([rank for _, rank in sorted(mine)], number)
 
@@ -199,7 +202,7 @@ class Comm(Named, PointToPoint, Collectives, Attributed, Handling, kind=True):
         if kind in (COMM_TYPE_HW_GUIDED, COMM_TYPE_RESOURCE_GUIDED):
             shared = info.get("mpi_hw_resource_type") == "mpi_shared_memory"
             kind = COMM_TYPE_SHARED if shared else UNDEFINED
-        hosts = self.allgather(_host())
+        hosts = self.allgather(_host(self._live.world))
         mine = hosts.index(hosts[self._live.rank])
         return self.Split(mine if kind == COMM_TYPE_SHARED else UNDEFINED, key)
 
@@ -234,13 +237,9 @@ class Comm(Named, PointToPoint, Collectives, Attributed, Handling, kind=True):
     )
 
 
-def _host() -> str:
-    """Return a name of this host that no other host has."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return os.uname().nodename
+def _host(core: Any) -> str:
+    """Return a text that is the same on ranks that can share memory, as for ``hierarchical``."""
+    return f"{core.host} {platform.boot_id()} {platform.process_namespace()}"
 
 
 class Intracomm(Prefixes, Comm):
@@ -253,7 +252,7 @@ class Intracomm(Prefixes, Comm):
         context = self._live
         members = [context.ranks.index(member) for member in group._live.ranks]
         if context.rank not in members:
-            return COMM_NULL
+            return Intracomm()
         # Numbers go through the first member, under tags that collective calls do not have.
         tag = CALL_TAGS + int(tag) % CALL_TAGS
         first, others = [members[0]], members[1:]
@@ -322,7 +321,8 @@ world = _World()
 def begin() -> tuple[Any, Any]:
     """Connect the ranks if they are not yet; return ``COMM_WORLD`` and ``COMM_SELF``."""
     if world.handle is None:
-        core = collective.init()
+        is_worker = multiprocessing.current_process().name == WORKER
+        core = collective.init(rank=0, size=1) if is_worker else collective.init()
         if session.settings().origins["timeout"] == "default":
             core.timeout = _FOREVER
         adopt(core)

@@ -11,6 +11,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from functools import cached_property
+from types import FunctionType
 from typing import Any, ClassVar
 
 from .exceptions import MPIError
@@ -38,6 +39,20 @@ class Inner:
         return {}
 
 
+def name_methods(cls: type) -> type:
+    """Give the functions of a class that other functions made the names that they have in it.
+
+    Methods of objects pickle by these names.
+    """
+    for name, member in vars(cls).items():
+        function = getattr(member, "__func__", member)
+        if isinstance(function, FunctionType) and name != "_":
+            namesake = getattr(cls, function.__name__, None)
+            if getattr(namesake, "__func__", namesake) is not function:
+                function.__name__, function.__qualname__ = name, f"{cls.__qualname__}.{name}"
+    return cls
+
+
 class Handle:
     """Base of the classes whose objects are handles.
 
@@ -61,6 +76,7 @@ class Handle:
 
     def __init_subclass__(cls, kind: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)
+        name_methods(cls)
         if kind:
             cls._kind, cls._null, cls._names = cls, None, {}
             cls._known = weakref.WeakValueDictionary()

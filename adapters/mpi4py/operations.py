@@ -20,7 +20,7 @@ from collective.contract.mail import CANCELLED, OVER
 from .datatypes import CONSTANTS, Datatype
 from .exceptions import CLASSES, TRANSLATED, MPIError, translated
 from .groups import UNDEFINED
-from .handles import Inner
+from .handles import Inner, name_methods
 from .layouts import Piece
 from .pickling import loads
 
@@ -43,6 +43,7 @@ def _field(index: int, kind: type, what: str) -> tuple[Any, Any, Any]:
     return get, put, property(get, put)
 
 
+@name_methods
 class Status:
     """Source, tag, length and error of a message.
 
@@ -272,10 +273,11 @@ class Operation(Inner):
     def fill(self, status: Status) -> None:
         """Fill a status of the complete operation."""
         received, (source, tag, code, nbytes, cancelled) = self._received, self.fields
+        if self.error is not None:
+            code = self.error.ierr
         if received is not None:
             if received.state in (OVER, CANCELLED):
                 source, tag, nbytes = self.mail.status(received)
-            code = self.error.ierr if self.error is not None else code
             cancelled = received.state == CANCELLED
         status.put((source, tag, code, nbytes, cancelled))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from functools import partialmethod
 from typing import Any
 
 from numpy import ndarray
@@ -59,6 +58,39 @@ def _of_object(send: Callable[..., Any]) -> Any:
 
     call.__doc__ = str(send.__doc__).replace("buffer", "object")
     return call
+
+
+def _looking(call: str) -> Any:
+    """Return the method that looks for a message.
+
+    Args:
+        call: the engine's call: ``probe``, after which the message stays, or ``match``, which
+            takes it; with an ``i`` before if it does not wait.
+
+    Returns:
+        A method that returns, of ``probe`` and ``iprobe``, whether there is a message; of ``match``
+        and ``imatch`` the ``Message`` or None.
+    """
+    takes = call.endswith("match")
+
+    def look(
+        self: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> Any:
+        """Look for a message."""
+        context = self._live
+        if source == PROC_NULL:
+            _fill(status, PROC_NULL, ANY_TAG, 0)
+            return Message._of(MESSAGE_NO_PROC._inner) if takes else True
+        mail = context.points
+        with TRANSLATED:
+            message = getattr(mail, call)(self._peer(source, True), _tag(tag, True))
+        if message is None:
+            os.sched_yield()  # programs poll, and the sender may need this processor
+            return None if takes else False
+        _fill(status, *(mail.status(message) if takes else message))
+        return Message._of(Matched(context, message)) if takes else True
+
+    return look
 
 
 class PointToPoint(Handle):
@@ -343,38 +375,10 @@ class PointToPoint(Handle):
 
     # -- probes ------------------------------------------------------------------------------
 
-    def _look(
-        self, call: str, source: int = ANY_SOURCE, tag: int = ANY_TAG,
-        status: Status | None = None,
-    ) -> Any:  # fmt: skip
-        """Look for a message.
-
-        Args:
-            call: the engine's call: ``probe``, after which the message stays, or ``match``, which
-                takes it; with an ``i`` before if it does not wait.
-            source, tag, status: of the message.
-
-        Returns:
-            Of ``probe`` and ``iprobe`` whether there is a message; of ``match`` and ``imatch`` the
-            ``Message`` or None.
-        """
-        context, takes = self._live, call.endswith("match")
-        if source == PROC_NULL:
-            _fill(status, PROC_NULL, ANY_TAG, 0)
-            return Message._of(MESSAGE_NO_PROC._inner) if takes else True
-        mail = context.points
-        with TRANSLATED:
-            message = getattr(mail, call)(self._peer(source, True), _tag(tag, True))
-        if message is None:
-            os.sched_yield()  # programs poll, and the sender may need this processor
-            return None if takes else False
-        _fill(status, *(mail.status(message) if takes else message))
-        return Message._of(Matched(context, message)) if takes else True
-
-    Probe = probe = partialmethod(_look, "probe")
-    Iprobe = iprobe = partialmethod(_look, "iprobe")
-    Mprobe = mprobe = partialmethod(_look, "match")
-    Improbe = improbe = partialmethod(_look, "imatch")
+    Probe = probe = _looking("probe")
+    Iprobe = iprobe = _looking("iprobe")
+    Mprobe = mprobe = _looking("match")
+    Improbe = improbe = _looking("imatch")
 
     # -- buffered sends ----------------------------------------------------------------------
 

@@ -30,6 +30,10 @@ from .operations import (
 NO_PARTS = refusing("a partitioned message", "its engine sends whole messages", "Use Send_init.")
 
 
+# Classes of the errors after which a communicator is broken.
+_LOSSES = CLASSES["ERR_PROC_FAILED"], CLASSES["ERR_PROC_ABORTED"]
+
+
 def _lengthened(statuses: Any, count: int) -> Sequence[Status]:
     if statuses is None:
         return ()
@@ -55,15 +59,28 @@ def _complete(
 
 
 def _settle_each(requests: Sequence[Request], statuses: Iterable[Status], keeps: bool) -> list[Any]:
-    """Settle all requests, and then raise the first error, if there is one."""
+    """Settle all requests, and then raise an error if there are some.
+
+    Raises:
+        MPIError: of the class ``ERR_PROC_FAILED`` or ``ERR_PROC_ABORTED`` if a rank is lost, after
+            which no call on the communicator works; otherwise ``ERR_IN_STATUS``, and the statuses
+            have the errors.
+    """
     results, errors = [], []
     for request, status in zip(requests, chain(statuses, repeat(None))):
         try:
             results.append(request._settle(status, keeps))
         except MPIError as error:
             errors.append(error)
+    losses = [error for error in errors if error.Get_error_class() in _LOSSES]
+    if losses:
+        raise losses[0]
     if errors:
-        raise errors[0]
+        raise MPIError(
+            CLASSES["ERR_IN_STATUS"],
+            f"MPI_ERR_IN_STATUS: {len(errors)} of {len(requests)} operations failed, and the "
+            f"statuses have their errors. The first one: {errors[0]}",
+        ) from errors[0]
     return results
 
 

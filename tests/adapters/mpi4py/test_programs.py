@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.interpreter import printed, run_python
 from tests.support.launches import Launches, launches
+from tests.support.network_hosts import Hosts, needs_hosts
 
 __all__ = ["launches"]
 
@@ -394,3 +395,115 @@ except (MPI.Exception, ValueError) as error:
     print(error)
 """
     assert message in printed("-c", code)
+
+
+@pytest.mark.parametrize("call", ["Waitall", "waitall", "Testall", "Waitsome"])
+def test_error_of_one_of_several_requests_is_in_its_status(launches: Launches, call: str) -> None:
+    body = f"""
+import numpy as np
+other, statuses = 1 - comm.rank, [MPI.Status(), MPI.Status()]
+whole, short = np.zeros(2), np.zeros(1)
+requests = [comm.Irecv(whole, other, 1), comm.Irecv(short, other, 2)]
+for tag in (1, 2):
+    comm.Send(np.ones(2), other, tag)
+comm.Barrier()
+try:
+    while MPI.Request.{call}(requests, statuses) is False:
+        pass
+except MPI.Exception as error:
+    print(error.Get_error_class() == MPI.ERR_IN_STATUS, "The first one: MPI_ERR_TR" in str(error))
+print(*[status.error == MPI.ERR_TRUNCATE for status in statuses], *map(bool, requests))
+"""
+    lines = ["[0] False True False False", "[0] True True"]
+    lines += [line.replace("[0]", "[1]") for line in lines]
+    assert sorted(_ranks(launches, body).splitlines()) == lines
+
+
+def test_wait_for_several_requests_names_the_lost_rank(launches: Launches) -> None:
+    body = """
+import os
+if comm.rank == 1:
+    os._exit(7)
+try:
+    MPI.Request.waitall([comm.irecv(source=1)])
+except MPI.Exception as error:
+    print(error.Get_error_class() == MPI.ERR_PROC_FAILED, "rank 1" in str(error), flush=True)
+"""
+    program = launches.script(f"from mpi4py import MPI\ncomm = MPI.COMM_WORLD\n{body}")
+    done = launches.run("-n", "2", "--backend", "shm", "--mpi4py", program)
+    assert "[0] True True" in done.stdout, done.stdout + done.stderr
+
+
+def test_rank_outside_of_a_new_communicator_gets_a_null_handle_of_its_class() -> None:
+    code = """
+from collective.adapters import mpi4py; mpi4py.enable()
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+empty = MPI.GROUP_EMPTY
+for null in (comm.Split(MPI.UNDEFINED), comm.Create(empty), comm.Create_group(empty),
+             comm.Create_cart([0])):
+    print(type(null).__name__, null == MPI.COMM_NULL, bool(null))
+"""
+    assert printed("-c", code) == "Intracomm True False\n" * 3 + "Cartcomm True False\n"
+
+
+def test_executors_are_of_the_kinds_that_their_names_say(launches: Launches) -> None:
+    program = launches.script(
+        """
+import os
+from mpi4py import MPI, futures
+
+if __name__ == "__main__":
+    for kind in (futures.MPIPoolExecutor, futures.ProcessPoolExecutor, futures.ThreadPoolExecutor):
+        with kind(max_workers=1) as executor:
+            rank = executor.submit(MPI.COMM_WORLD.Get_rank).result()
+            here = executor.submit(os.getpid).result() == os.getpid()
+            # Programs look for _max_workers in executors, and for a number of _processes in pools.
+            print(rank, here, executor._max_workers, hasattr(executor, "_processes"))
+"""
+    )
+    done = launches.run(
+        "-n", "3", "--backend", "shm", "--mpi4py", "-m", "mpi4py.futures", program
+    )  # fmt: skip
+    lines = ["[0] 2 False 2 False", "[0] 0 False 1 False", "[0] 0 True 1 False"]
+    assert done.stdout.splitlines() == lines, done.stdout + done.stderr
+
+
+def test_methods_pickle_by_the_names_of_their_class() -> None:
+    code = """
+import pickle
+from collective.adapters import mpi4py; mpi4py.enable()
+from mpi4py import MPI
+
+def resolves(owner, name):
+    method = getattr(owner, name)
+    return pickle.loads(pickle.dumps(method)).__name__ == method.__name__
+
+comm = MPI.COMM_WORLD
+names = [name for name in dir(comm) if name[0] != "_" and callable(getattr(comm, name))]
+print(len(names) > 150, [name for name in names if not resolves(comm, name)])
+print(resolves(MPI.Request, "Waitall"), resolves(MPI.Status(), "Get_tag"))
+print(pickle.loads(pickle.dumps(comm.Get_size))())
+"""
+    assert printed("-c", code) == "True []\nTrue True\n1\n"
+
+
+def test_ranks_of_a_host_are_those_that_share_memory(tmp_path: Path) -> None:
+    needs_hosts()
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+from mpi4py import MPI
+host = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+window = MPI.Win.Allocate_shared(8, 8, comm=host)
+memory, _ = window.Shared_query(0)
+if host.rank == 0:
+    memory[0] = 40 + MPI.COMM_WORLD.rank
+window.Fence()
+print(host.size, memory[0])
+"""
+    )
+    with Hosts(2, tmp_path) as hosts:
+        job = hosts.run(["--hosts", "host0:2,host1:2", "--mpi4py", str(program)])
+        lines = sorted(job.succeed().splitlines())
+    assert lines == ["[0] 2 40", "[1] 2 40", "[2] 2 42", "[3] 2 42"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import sys
 import threading
@@ -26,8 +25,12 @@ from concurrent.futures import (
     wait,
 )
 from concurrent.futures import ProcessPoolExecutor as _Processes
+from concurrent.futures import ThreadPoolExecutor as _Threads
 from functools import partial
+from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
+
+from collective.adapters.mpi4py.communicators import WORKER
 
 from .. import MPI
 
@@ -151,6 +154,12 @@ class _Shared:
     comm: Any = None
 
 
+class _Context(SpawnContext):
+    """Maker of processes whose ``COMM_WORLD`` has one rank."""
+
+    Process = partial(SpawnProcess, name=WORKER)  # type: ignore[assignment]
+
+
 class MPIPoolExecutor(Executor):
     """Executor whose functions run on other ranks, or in processes of its own.
 
@@ -161,6 +170,7 @@ class MPIPoolExecutor(Executor):
     """
 
     _keys = itertools.count()
+    _takes_ranks = True
 
     def __init__(
         self, max_workers: int | None = None, initializer: Callable[..., object] | None = None,
@@ -171,17 +181,16 @@ class MPIPoolExecutor(Executor):
         if initializer is not None and not callable(initializer):
             raise TypeError("initializer must be a callable")
         initargs, workers = tuple(initargs), _workers or _Shared.workers
-        self._processes: _Processes | None = None
+        self._own: Executor | None = None
         self._start: Callable[..., Future[Any]]
-        if workers is not None:
+        if workers is not None and self._takes_ranks:
             first = None if initializer is None else (initializer, initargs)
             self._start = partial(workers.submit, next(self._keys), first)
             self._size = workers.size
         else:
             self._size = max_workers or int(os.environ.get("MPI4PY_FUTURES_MAX_WORKERS") or 1)
-            context = multiprocessing.get_context("spawn")
-            self._processes = _Processes(self._size, context, initializer, initargs)
-            self._start = self._processes.submit
+            self._own = self._make(self._size, initializer, initargs)
+            self._start = self._own.submit
         self._open = True
         self._futures: set[Future[Any]] = set()
 
@@ -189,6 +198,14 @@ class MPIPoolExecutor(Executor):
     def num_workers(self) -> int:
         """Number of workers, 0 after the shutdown."""
         return self._size if self._open else 0
+
+    # Users of executors of all kinds read it.
+    _max_workers = num_workers
+
+    @staticmethod
+    def _make(size: int, initializer: Any, initargs: tuple[Any, ...]) -> Executor:
+        """Return the executor that works in place of other ranks."""
+        return _Processes(size, _Context(), initializer, initargs)
 
     def bootup(self, wait: bool = True) -> MPIPoolExecutor:
         """Return the executor: its workers are there."""
@@ -230,8 +247,8 @@ class MPIPoolExecutor(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more calls, and wait for those that there are."""
         self._open = False
-        if self._processes is not None:
-            return self._processes.shutdown(wait, cancel_futures=cancel_futures)
+        if self._own is not None:
+            return self._own.shutdown(wait, cancel_futures=cancel_futures)
         futures = list(self._futures)
         for future in futures if cancel_futures else ():
             future.cancel()
@@ -241,7 +258,20 @@ class MPIPoolExecutor(Executor):
 
 
 MPIPoolExecutor.Future = Future  # type: ignore[attr-defined]
-ThreadPoolExecutor = ProcessPoolExecutor = MPIPoolExecutor
+
+
+class ProcessPoolExecutor(MPIPoolExecutor):
+    """Executor whose functions run in processes of its own."""
+
+    _takes_ranks = False
+
+
+class ThreadPoolExecutor(ProcessPoolExecutor):
+    """Executor whose functions run in threads of this process."""
+
+    @staticmethod
+    def _make(size: int, initializer: Any, initargs: tuple[Any, ...]) -> Executor:
+        return _Threads(size, "", initializer, initargs)
 
 
 def _chunk(fn: Callable[..., Any], chunk: list[Any]) -> list[Any]:
