@@ -199,6 +199,8 @@ class Hub:
             )
         elif (difference := self._other_ports(about)) is not None:
             self._refuse(difference)
+        elif fault := about.get("fault"):
+            self._refuse(f"rank {rank}: {fault}")
         elif rank in self._links:
             self._refuse(
                 f"two processes say that they are rank {rank}, one on {self._about[rank]['host']} "

@@ -40,7 +40,7 @@ from collective.control.link import KeyDiffersError, Link, Message, ProofError, 
 from collective.control.secret import COMPARE, Secret
 from collective.control.store import NotPublishedError
 from collective.deadline import Deadline
-from collective.errors import RendezvousError
+from collective.errors import ConfigError, RendezvousError
 
 from .channel import WORLD, Channel, Unclosed, tell_dropped
 from .hub import Hub
@@ -348,9 +348,12 @@ def _join(world: World, address: str, key: bytes, deadline: Deadline) -> _Joined
     link = connect(address, key, deadline, world.tls, world.store.check)
     standby = None
     try:
-        standby = Standby.of(world)
         here = {"rank": world.rank, "size": world.size, "host": world.host}
-        here["contact"] = "" if standby is None else standby.address
+        try:
+            standby = Standby.of(world)
+            here["contact"] = "" if standby is None else standby.address
+        except ConfigError as error:
+            here["fault"] = str(error)  # the hub tells every rank that no port is free here
         here["ports"] = str(world.ports or "")
         link.send({"kind": "here", **here, "process": str(RankProcess.own())})
         answer = _answer(world, link, deadline)

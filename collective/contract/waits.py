@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from collective.request import call_site, in_thread
+from collective.request import call_site, in_thread, name_ranks
 
 from .backend import ANY_SOURCE
 from .failure import LONGER
@@ -323,7 +323,7 @@ def explain(
         waits: the calls in which ranks wait, also those of ``rank``.
         last_call: describes the last call of a rank that waits in no known call.
     """
-    names = f"rank {', '.join(map(str, awaited))}"
+    names = name_ranks(awaited)
     ring = circle(rank, waits)
     if ring:
         members = sorted(ring)
@@ -385,7 +385,7 @@ def departed(rank_texts: Mapping[int, tuple[str, str]], call: object) -> str:
     left = [rank for rank, (how, _) in rank_texts.items() if how in (CLOSED, DROPPED)]
     if not left:
         return text
-    who = "it" if len(rank_texts) == 1 else f"rank {', '.join(map(str, left))}"
+    who = "it" if len(rank_texts) == 1 else name_ranks(left)
     text = f"{text}: {who} finished, or left its `with` block, without "
     if not isinstance(call, MessageCall) or call.tag < 0:
         return (

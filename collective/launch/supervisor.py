@@ -263,12 +263,16 @@ class Supervisor:
         If waiting ones counted, a run could stay above its floor by replacements that wait for
         ranks which have ended by ``PeerLostError``, and each of them would be replaced in turn.
         """
-        lost = sum(not rank.joins for rank in self._failed)
-        joined = [rank for rank in self._ranks if rank.joins and rank not in self._failed]
-        if joined:
+        to_start = self._run.size - sum(not rank.joins for rank in self._ranks)
+        return to_start + len(self._members())
+
+    def _members(self) -> list[Rank]:
+        """Return the ranks that have been started and are left; see :meth:`_left`."""
+        members = [rank for rank in self._ranks if rank not in self._failed]
+        if any(rank.joins for rank in members):
             admitted = {(process.host, process.pid) for process in self._meeting.admitted()}
-            joined = [rank for rank in joined if _identity(rank) in admitted]
-        return self._run.size - lost + len(joined)
+            members = [rank for rank in members if not rank.joins or _identity(rank) in admitted]
+        return members
 
     def run(self) -> int:
         """Start the ranks, wait until all have ended, and return the exit code of the run.
@@ -473,8 +477,11 @@ class Supervisor:
     def _place_for_next(self, rank: Rank) -> Place | None:
         """Return where to replace a lost rank: on its host if that lives.
 
-        None for nowhere, also if it was itself a replacement that failed soon.
+        None for nowhere, also if it was itself a replacement that failed soon, or if the ranks that
+        are left have finished: a replacement that cannot reach the store would not learn that.
         """
+        if self._left() == sum(rank.code == 0 for rank in self._members()):
+            return None
         if not self._run.replace or (rank.joins and time.monotonic() - rank.began <= _QUICK_S):
             return None
         own = self._places[rank.number].host

@@ -175,6 +175,11 @@ def test_call_in_the_background_is_described_as_such() -> None:
     assert "rank 1 is in recv from rank 0 in the background at x.py:4 in main" in text
 
 
+def test_several_late_ranks_are_named_in_the_plural() -> None:
+    text, _ = explain(0, [2, 1], {}, last)
+    assert text.startswith("ranks 1, 2: ")
+
+
 def test_late_rank_hears_who_timed_out() -> None:
     failure = Failure.timed_out(0, 3.0, "rank 1: rank 1 has made no collective call", [1])
     waited = failure.error("recv(tag=0)", 0)

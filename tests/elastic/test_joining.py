@@ -237,6 +237,26 @@ def test_launcher_replacement_that_is_late_ends_without_traceback(tmp_path: Path
     ]  # fmt: skip
 
 
+# Rank 1 is lost after rank 0 has finished. Each replacement would fail to reach the store.
+LOST_AT_THE_END = """
+import os, sys, time
+if os.environ["COLLECTIVE_RANK"] == "1":
+    print("begins", flush=True)
+    time.sleep(1.0)
+    sys.exit(3)
+"""
+
+
+def test_launcher_replaces_no_rank_once_the_others_have_finished(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LOST_AT_THE_END)
+    launch = ["-m", "collective", "run", "-n", "2", "--min-ranks", "1", "--replace", program]
+    done = run_python(*launch, timeout=FAR_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[1] begins\n"
+    assert "1 of 2 ranks are left, and 1 are enough.\n" in done.stderr
+
+
 def test_launcher_does_not_count_waiting_process_for_min_ranks(tmp_path: Path) -> None:
     done = run(tmp_path, "-1", "0", "1")
     assert done.returncode == 128 + 9

@@ -216,6 +216,25 @@ def test_too_few_ports_for_the_ranks_of_a_host_reach_every_rank(
     assert any("is in use by process" in line for line in lines)
 
 
+def test_too_few_ports_where_no_launcher_serves_the_store_reach_every_rank(
+    tmp_path: Path, free: Ports
+) -> None:
+    """The hub of rank 0 has the only port, and no rank gets one for its standby."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    met = {"COLLECTIVE_BACKEND": "tcp", "COLLECTIVE_STORE": f"tcp://127.0.0.1:{free.last}",
+           "COLLECTIVE_PORT": str(free.first), "COLLECTIVE_SIZE": "3",
+           "COLLECTIVE_LOCAL_RANK": "0", "COLLECTIVE_LOCAL_SIZE": "1",
+           "COLLECTIVE_INTERFACE": "lo", "COLLECTIVE_START_TIMEOUT": "15"}  # fmt: skip
+
+    def meet(rank: str) -> str:
+        return run_python("program.py", "init", cwd=tmp_path, **met, COLLECTIVE_RANK=rank).stdout
+
+    with ThreadPoolExecutor(3) as pool:
+        for text in pool.map(meet, "012"):
+            assert re.search(r"SAID RendezvousError: rendezvous: rank \d: port: no port", text)
+            assert f"port {free.first} is in use by process" in text
+
+
 def test_taken_port_of_a_group_reaches_every_rank_and_breaks_the_communicator(
     tmp_path: Path, free: Ports
 ) -> None:
