@@ -116,10 +116,17 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
             shares[0]["params"] = [self._nothing]
         self._local = self._made(shares)
         _SHARES.add(self._local)
-        # Copy the class's own defaults as well: a scheduler reads and writes only these groups.
+        self.defaults.update(self._local.defaults)
+        self._take_options()
+
+    def _take_options(self) -> None:
+        """Copy the options of the share's optimizer, with the class's defaults and its counters.
+
+        A scheduler and a state read only this optimizer's groups.
+        """
+        assert self._local is not None
         for group, local in zip(self.param_groups, self._local.param_groups):
-            for key, value in local.items():
-                group.setdefault(key, value)
+            group.update(_options(local))
 
     def _agree(self) -> None:
         """Check that the ranks have parameters of the same shapes and types."""
@@ -170,6 +177,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
             # Schedulers change the options in this optimizer's groups.
             local.update(_options(group))
         self._local.step()
+        self._take_options()
         self._has_state = True
         self._exchange()
         return loss
