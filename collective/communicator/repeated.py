@@ -148,10 +148,6 @@ def _which(buffer: Any, x: Array, out: Array) -> int | None:
     same = [
         number
         for number, array in ((_IN, x), (_OUT, out))
-        if (buffer.address, buffer.nbytes) == (_address(array), array.nbytes)
+        if (buffer.address, buffer.nbytes) == (array.__array_interface__["data"][0], array.nbytes)
     ]
     return same[0] if len(same) == 1 else None
-
-
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])
