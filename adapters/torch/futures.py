@@ -276,9 +276,9 @@ class Queue:
             self._turn.release()
 
     def close(self) -> None:
-        """Wait for running calls, and end the thread."""
+        """Wait for running calls that other ranks need, and end the thread when it is idle."""
         if not getattr(self._inside, "thread", False):
-            self._lane.close(Deadline(self._timeout))
+            self._lane.close(Deadline(self._timeout if self._lane.delivers else 0.0))
 
 
 def _named(what: str, thread: int, site: str | None) -> str:

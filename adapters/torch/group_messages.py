@@ -64,7 +64,7 @@ class GroupMessages:
         return self._start("recv", ANY_SOURCE, tag, tensor, run, source=lambda: status.source)
 
     def close(self) -> None:
-        """Wait for all messages in flight."""
+        """Wait for the messages in flight to other ranks; perhaps nobody sends the others."""
         for messages in self._queues.values():
             messages.close()
 

@@ -114,10 +114,9 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
             shares[0]["params"] = [self._nothing]
         self._local = self._made(shares)
         _SHARES.add(self._local)
-        # Copy the class's own defaults as well: a scheduler reads and writes only these groups.
-        for group, local in zip(self.param_groups, self._local.param_groups):
-            for key, value in local.items():
-                group.setdefault(key, value)
+        # Schedulers and states read only this optimizer's defaults and groups.
+        self.defaults.update(self._local.defaults)
+        _take_options(self.param_groups, self._local.param_groups)
 
     def _agree(self) -> None:
         """Check that the ranks have parameters of the same shapes and types."""
@@ -164,10 +163,10 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
                 loss = closure()
         self._compare_layout()
         assert self._local is not None
-        for group, local in zip(self.param_groups, self._local.param_groups):
-            # Schedulers change the options in this optimizer's groups.
-            local.update(_options(group))
+        # Schedulers change the options in this optimizer's groups, and a step may count in its own.
+        _take_options(self._local.param_groups, self.param_groups)
         self._local.step()
+        _take_options(self.param_groups, self._local.param_groups)
         self._has_state = True
         self._exchange()
         return loss
@@ -221,7 +220,8 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
 
         Collective: every rank calls it, and gets the whole state, on the CPU.
         """
-        shares = self._comm.all_gather_object(mapped(self._share(), _to_host), pickle=True)
+        share = mapped(self._share(), lambda _, x: x.detach().cpu() if torch.is_tensor(x) else x)
+        shares = self._comm.all_gather_object(share, pickle=True)
         state = {number: kept for part in shares for number, kept in part.items()}
         return {"state": dict(sorted(state.items())), "param_groups": self._groups()}
 
@@ -253,8 +253,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         numbers = {number: parameter for parameter, number in self._numbers().items()}
         of_name = {name: numbers[index] for index, name in enumerate(names)}
-        for group, kept in zip(self.param_groups, state_dict["param_groups"]):
-            group.update(_options(kept))
+        _take_options(self.param_groups, state_dict["param_groups"])
         local = self._local.state_dict()
         places: dict[Any, int] = {}
         for group, packed in zip(self._local.param_groups, local["param_groups"]):
@@ -400,5 +399,6 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _to_host(path: Any, value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+def _take_options(groups: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    for group, other in zip(groups, others):
+        group.update(_options(other))

@@ -12,6 +12,7 @@ import numpy as np
 
 from collective import native
 from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
 from collective.request import in_thread
 
 if TYPE_CHECKING:
@@ -129,9 +130,10 @@ def _arrays(
     if (target == _OUT) + copies + clears != 1:
         return None
     of_both = {buffer.dtype.code for buffer in (src, dst) if buffer is not None}
-    if len(of_both) > 1:
+    code = max(of_both, default=0)
+    # C has no codes of the 8-bit floats, which come after its own.
+    if len(of_both) > 1 or code > BY_NAME["bfloat16"].code:
         return None
-    code = of_both.pop() if of_both else 0
     return source, target, copies, clears, code, x.nbytes, out.nbytes
 
 
@@ -144,10 +146,6 @@ def _which(buffer: Any, x: Array, out: Array) -> int | None:
     same = [
         number
         for number, array in ((_IN, x), (_OUT, out))
-        if (buffer.address, buffer.nbytes) == (_address(array), array.nbytes)
+        if (buffer.address, buffer.nbytes) == (array.__array_interface__["data"][0], array.nbytes)
     ]
     return same[0] if len(same) == 1 else None
-
-
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -154,6 +155,16 @@ def test_repeated_calls_of_other_transports_are_made_by_python(comm: Communicato
     library(x, out)
     assert (out == comm.size).all()
     assert library.in_python == 2
+
+
+@on_ranks("pool")
+def test_repeated_calls_on_8_bit_floats_are_made_by_python(comm: Communicator) -> None:
+    library, kind = Library(comm, "all_gather"), ml_dtypes.float8_e5m2
+    for turn in range(3):
+        out = np.zeros(2 * comm.size, kind)
+        library(np.full(2, comm.rank + turn, kind), out)
+        assert out.tolist() == [rank + turn for rank in range(comm.size) for _ in range(2)]
+    assert library.in_python == 3
 
 
 @on_ranks("pool")

@@ -82,6 +82,21 @@ def test_sync_gradients_fills_gradients_missing_on_some_ranks(comm: Any) -> None
 # -- sharded optimizer state ----------------------------------------------------------------------
 
 
+class Counting(torch.optim.Optimizer):
+    """Optimizer that counts its steps in its groups, as many outside of PyTorch do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter -= group["lr"] / group["step"] * parameter.grad
+
+
 def optimizer_of(kind: str, model: nn.Module, comm: Any = None) -> Any:
     """Return an optimizer, a sharded one if a communicator is given."""
     parameters: Any = list(model.parameters())
@@ -89,6 +104,8 @@ def optimizer_of(kind: str, model: nn.Module, comm: Any = None) -> Any:
     optimizer_class: Any = torch.optim.Adam
     if kind == "sgd":
         optimizer_class, options = torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}
+    if kind == "counting":
+        optimizer_class = Counting
     if kind == "groups":
         parameters = [{"params": parameters[:2], "lr": 0.01}, {"params": parameters[2:]}]
     if comm is None:
@@ -103,6 +120,18 @@ def trained(model: nn.Module, optimizer: Any, steps: range, scheduler: Any = Non
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
+
+
+def test_schedulers_find_the_defaults_of_the_sharded_class() -> None:
+    def momenta(comm: Any = None) -> list[Any]:
+        model = model_of()
+        optimizer = optimizer_of("adam", model, comm)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+        trained(model, optimizer, range(3), scheduler)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        return [group["betas"] for group in optimizer.param_groups]
+
+    assert run_ranks(1, momenta) == [momenta()]
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam", "groups"])
@@ -128,7 +157,7 @@ def test_sharded_optimizer_equals_unsharded(comm: Any, kind: str) -> None:
     assert comm.all_reduce(torch.tensor(held)).item() == everything
 
 
-@pytest.mark.parametrize("kind", ["adam", "groups"])
+@pytest.mark.parametrize("kind", ["adam", "counting", "groups"])
 @on_ranks("pool")
 def test_sharded_optimizer_state_loads_on_any_number_of_ranks(comm: Any, kind: str) -> None:
     first, alone = model_of(), model_of()

@@ -22,10 +22,12 @@ from collective.adapters.torch.backend import way  # noqa: E402
 from collective.errors import (  # noqa: E402
     CollectiveTimeoutError,
     CommunicatorAbortedError,
+    CommunicatorClosedError,
     DtypeError,
     InvalidArgumentError,
     MismatchError,
     PeerFailedError,
+    PeerLostError,
     UnsupportedError,
 )
 from collective.memory.dtypes import BY_NAME  # noqa: E402
@@ -337,6 +339,15 @@ def test_process_group_can_be_destroyed_and_created_again(
             "collective", store=dist.FileStore(store, size), rank=rank, world_size=size
         )
     dist.barrier()
+
+
+@in_groups(*WORLDS)
+def test_group_with_receives_that_nobody_sends_can_be_destroyed(rank: int, size: int) -> None:
+    patient = dist.new_group(timeout=timedelta(hours=1))
+    received = dist.irecv(torch.zeros(1), (rank + 1) % size, group=patient)
+    dist.destroy_process_group(patient)
+    with pytest.raises((CommunicatorClosedError, PeerLostError)):
+        received.wait()
 
 
 @in_groups(("shm", 2), in_whole(("tcp", 2)), in_whole(("gloo", 2)))
