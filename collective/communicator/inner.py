@@ -228,6 +228,8 @@ class Inner:
         finally:
             backend = path.backend
             path.backend = Closed(backend, _CLOSED)  # type: ignore[assignment]
+            if path.__dict__.get("mail") is not None:
+                path.mail = path.backend  # the engine would keep the memory of the transport
             backend.close()
             self.succession.close()
 

@@ -550,7 +550,7 @@ class Path(_Gate):
 
     def busy(self) -> bool:
         """Return whether messages are in flight; see :class:`collective.contract.mail.InFlight`."""
-        return bool(self._receives or self.mail.busy())
+        return not self.closed and bool(self._receives or self.mail.busy())
 
     def progress(self) -> None:
         """Move the messages in flight, and take the steps of the receives."""
@@ -560,7 +560,8 @@ class Path(_Gate):
     def disown(self) -> None:
         """Touch the messages no more, in a forked child."""
         self._receives.clear()
-        self.mail.disown()
+        if not self.closed:
+            self.mail.disown()
 
     def posts(self, near: object = None) -> bool:
         """Return whether a message is posted in place of being made in a lane.

@@ -68,6 +68,7 @@ class PostedWork(Work[Any]):
         super().__init__(what)
         use(path)
         self._path = path
+        self._mail = path.mail  # until the end, even if the path is closed before
         self._tag = tag
         self._steps = steps
         self._seconds = seconds
@@ -81,7 +82,7 @@ class PostedWork(Work[Any]):
         try:
             for item in self._items:
                 if item.state == FAILED:
-                    self._path.mail.explain(item)
+                    self._mail.explain(item)
             self._items = tuple(next(self._steps))
             return
         except StopIteration as last:
@@ -100,7 +101,7 @@ class PostedWork(Work[Any]):
         self._finish()
 
     def _finish(self) -> None:
-        self._items = ()
+        self._items, self._mail = (), None
         self._end()
         self._path.retire(self._tag, self)
 
@@ -149,14 +150,14 @@ class PostedWork(Work[Any]):
 
     def _wait_for_items(self, deadline: Deadline) -> None:
         try:
-            self._path.mail.wait(self._items, False, deadline)
+            self._mail.wait(self._items, False, deadline)
         except BaseException as error:
             self._fail(error)
 
     def _wait_a_moment(self, deadline: Deadline) -> None:
         until = Deadline(deadline.at_most(_LOOK_S))
         while not until.expired:
-            self._path.mail.progress()
+            self._mail.progress()
             if all(item.done for item in self._items):
                 return
             time.sleep(0)
@@ -164,6 +165,6 @@ class PostedWork(Work[Any]):
     def done(self) -> bool:
         """Tell, without waiting, whether the message has succeeded or failed."""
         if not self._over:
-            self._path.mail.progress()
+            self._mail.progress()
             self._advance()
         return self._over

@@ -1,4 +1,4 @@
-"""`close()` while another thread of the rank waits in a call: nothing is left of the transport."""
+"""`close()` leaves nothing of the transport, also if another thread of the rank waits in a call."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import threading
 import time
 from pathlib import Path
+
+import numpy as np
 
 import collective
 from collective.testing import run_ranks
@@ -48,3 +50,19 @@ def _close_in_call(comm: collective.Communicator) -> bool:
 
 def test_call_ended_by_close_leaves_no_descriptor_and_no_mapping() -> None:
     assert run_ranks(2, _close_in_call, backend="shm") == [True, True]
+
+
+def _close_after_posted_messages(comm: collective.Communicator) -> bool:
+    comm.barrier()
+    before = _left()
+    with comm.dup() as part:
+        after = part.recv(np.empty(3), 1 - comm.rank, async_op=True)
+        part.send(np.ones(3), 1 - comm.rank, async_op=True).wait()
+        assert after.wait().sum() == 3
+    comm.barrier()
+    assert part.size == 2  # a program may keep the communicator and its works
+    return _left() == before
+
+
+def test_close_after_posted_messages_leaves_no_descriptor_and_no_mapping() -> None:
+    assert run_ranks(2, _close_after_posted_messages, backend="shm") == [True, True]
