@@ -334,8 +334,9 @@ class Engine:
     def _begin_flushing(self, to: int) -> bool:
         """Take a queue, so that no other thread does; return whether it was free."""
         with self.lock:
-            is_free = not self._flushing.get(to)
-            self._flushing[to] = True
+            # Its owner gives it back without the lock, so only who takes it may write here.
+            if is_free := not self._flushing.get(to):
+                self._flushing[to] = True
         return is_free
 
     def _drop(self, to: int, error: BaseException) -> None:
