@@ -199,8 +199,6 @@ class Hub:
             )
         elif (difference := self._other_ports(about)) is not None:
             self._refuse(difference)
-        elif fault := about.get("fault"):
-            self._refuse(f"rank {rank}: {fault}")
         elif rank in self._links:
             self._refuse(
                 f"two processes say that they are rank {rank}, one on {self._about[rank]['host']} "
@@ -208,7 +206,12 @@ class Hub:
             )
         else:
             self._links[rank], self._about[rank], self._ranks[link] = link, about, rank
-            if len(self._links) == size:
+            faults = [
+                f"rank {each}: {it['fault']}" for each, it in self._about.items() if "fault" in it
+            ]
+            if len(self._links) == size and faults:
+                self._refuse(faults[0])  # now that each rank can hear it
+            elif len(self._links) == size:
                 self._complete = True
                 # No other rank will come. If a later launch uses the same store again, a rank may
                 # read this hub's address there by mistake; its connection must then fail.
