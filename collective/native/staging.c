@@ -165,14 +165,16 @@ static void put(const struct staging *c, char *to, const char *from, size_t nbyt
 }
 
 /* Folds this rank's piece of a block, in rank order, and copies the result to dst. The fold writes
-   to the second area and not to dst: dst may be this rank's input, which is still needed. */
+   to memory of its own and not to dst: dst may be this rank's input, which is still needed. Nor does it
+   write to the second area, whose old lines a peer still holds: a fold's stores wait for each of them,
+   and a long copy does not. */
 static int fold_block(const struct staging *c, uint64_t block)
 {
     struct shared *s = c->shared;
     const struct plan *p = c->plan;
     int last = p->operation == SCAN ? s->rank : s->size - 1, each = p->operation != SCAN, failed;
     size_t count, from = span(c, s->rank, block, &count);
-    char *result = piece_at(c, s->rank, 1, block, 0);
+    _Alignas(64) char result[PIECE_BYTES];
     const char *value = NULL;
     for (int rank = 0; rank <= last; rank++) {
         const char *input = c->src + from * p->item;
@@ -190,9 +192,10 @@ static int fold_block(const struct staging *c, uint64_t block)
             copy(result, value, count * p->item);
         p->divide(result, count, s->size);
     }
-    if (is_shared_work(p))
+    if (is_shared_work(p)) {
+        copy(piece_at(c, s->rank, 1, block, 0), value, count * p->item);
         announce(s, FOLDED, c->first + block + 1);
-    else if (each)
+    } else if (each)
         from = block * c->piece;
     if (takes(s, p) && c->dst + from * p->item != value)
         put(c, c->dst + from * p->item, value, count * p->item);
