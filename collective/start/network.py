@@ -71,7 +71,7 @@ def address_of(interface: str) -> str:
     elif not found.up:
         fault = "it is down"
     else:
-        fault = "it has no address that other hosts could use"
+        fault = "it has no address that other hosts could use; link-local ones are not used"
     listed = ", ".join(
         f"{other.name} ({', '.join(other.addresses) or 'no address'}{'' if other.up else ', down'})"
         for other in there.values()
