@@ -48,7 +48,7 @@
    lines. */
 static size_t chunk_of(size_t left)
 {
-    size_t share = left / 256 / 64 * 64;
+    size_t share = left / 16 / 64 * 64;
     return share < CHUNK_BYTES ? CHUNK_BYTES : smaller(share, CHUNK_BYTES_MOST);
 }
 
