@@ -206,12 +206,12 @@ class Hub:
             )
         else:
             self._links[rank], self._about[rank], self._ranks[link] = link, about, rank
-            faults = [
-                f"rank {each}: {it['fault']}" for each, it in self._about.items() if "fault" in it
-            ]
-            if len(self._links) == size and faults:
-                self._refuse(faults[0])  # now that each rank can hear it
-            elif len(self._links) == size:
+            faulty = (each for each, it in self._about.items() if "fault" in it)
+            if len(self._links) < size:
+                return
+            if (each := next(faulty, None)) is not None:
+                self._refuse(f"rank {each}: {self._about[each]['fault']}")  # now all can hear it
+            else:
                 self._complete = True
                 # No other rank will come. If a later launch uses the same store again, a rank may
                 # read this hub's address there by mistake; its connection must then fail.
