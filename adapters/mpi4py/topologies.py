@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from .exceptions import CLASSES, TRANSLATED, MPIError
 from .groups import PROC_NULL, UNDEFINED
 from .handles import reader
 from .info import INFO_NULL, Info
+from .layouts import Piece
 from .messages import equal, simple, vector, vector_of_types
 from .operations import Operation
 from .requests import forms
@@ -24,21 +25,19 @@ GRAPH, CART, DIST_GRAPH = 1, 2, 3
 UNWEIGHTED, WEIGHTS_EMPTY = 10, 11
 
 
-class _Cart(collective.Grid[Any]):
-    kind = CART
+class _Topology(NamedTuple):
+    """Neighbours of this rank, and how they come about.
 
+    Attributes:
+        kind: ``CART``, ``GRAPH`` or ``DIST_GRAPH``.
+        sources, destinations: ranks; several edges to one rank are several entries.
+        form: a grid; where each node's edges end in the list of edges, and that list; or weights.
+    """
 
-class _Graph(NamedTuple):
-    ends: list[int]
-    edges: list[int]
-    kind: int = GRAPH
-
-
-class _Distributed(NamedTuple):
+    kind: int
     sources: list[int]
     destinations: list[int]
-    weights: tuple[list[int], list[int]] | None
-    kind: int = DIST_GRAPH
+    form: Any
 
 
 def Compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
@@ -47,16 +46,14 @@ def Compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
     if nnodes > 0 and all(dim >= 0 for dim in grid):
         with contextlib.suppress(collective.InvalidArgumentError):
             ranks = SimpleNamespace(rank=0, size=nnodes)
-            return list(_Cart(ranks, [dim or None for dim in grid]).shape)
+            return list(collective.Grid[Any](ranks, [dim or None for dim in grid]).shape)
     raise MPIError(CLASSES["ERR_DIMS"], f"Compute_dims: {nnodes} ranks in {grid}")
 
 
 def _gathering(read: Read) -> Any:
     def prepare(self: Topocomm, sendbuf: Any, recvbuf: Any) -> Operation:
         """Send a buffer to all neighbours, and put theirs together."""
-        piece = simple(sendbuf, False)
-        sends = [(target, piece) for target in self.outedges]
-        return self._moving(*self._among(sends, read(recvbuf, True, self.indegree)))
+        return self._moving_along([simple(sendbuf, False)] * self.outdegree, read, recvbuf)
 
     return forms(prepare)
 
@@ -64,8 +61,7 @@ def _gathering(read: Read) -> Any:
 def _exchanging(read: Read) -> Any:
     def prepare(self: Topocomm, sendbuf: Any, recvbuf: Any) -> Operation:
         """Exchange parts with all neighbours."""
-        sends = zip(self.outedges, read(sendbuf, False, self.outdegree))
-        return self._moving(*self._among(sends, read(recvbuf, True, self.indegree)))
+        return self._moving_along(read(sendbuf, False, self.outdegree), read, recvbuf)
 
     return forms(prepare)
 
@@ -74,39 +70,38 @@ class Topocomm(Intracomm):
     """Communicator whose ranks have neighbours."""
 
     __slots__ = ()
+    # Kind of the topologies that the class is for; None for all.
+    _topology_kind: int | None = None
 
     def __new__(cls, comm: Comm | None = None) -> Any:
         """Return a handle of a communicator with such a topology."""
-        if comm is not None and comm and isinstance(comm, Comm):
-            kind = getattr(cls, "_topology", None)
-            topology = comm._inner.topology
-            if topology is None or (kind is not None and not isinstance(topology, kind)):
+        if comm and isinstance(comm, Comm):
+            kind = getattr(comm._inner.topology, "kind", None)
+            if kind is None or cls._topology_kind not in (None, kind):
                 raise TypeError(f"{cls.__name__}: the communicator has no such topology")
         return super().__new__(cls, comm)
 
-    def _sides(self) -> tuple[list[int], list[int]]:
-        """Return sources and destinations; several edges to one rank are several entries."""
-        raise NotImplementedError
-
-    degrees = property(lambda self: (self.indegree, self.outdegree))
+    inedges = property(lambda self: list(self._live.topology.sources))
+    outedges = property(lambda self: list(self._live.topology.destinations))
+    inoutedges = property(lambda self: (self.inedges, self.outedges))
     indegree = property(lambda self: len(self.inedges))
     outdegree = property(lambda self: len(self.outedges))
-    inoutedges = property(lambda self: self._sides())
-    inedges = property(lambda self: self._sides()[0])
-    outedges = property(lambda self: self._sides()[1])
+    degrees = property(lambda self: (self.indegree, self.outdegree))
 
-    def _arrivals(self) -> Sequence[int]:
-        """Return the indices of the sources in the order in which their messages arrive."""
-        return range(self.indegree)
+    def _departing(self, items: Sequence[Any]) -> list[tuple[int, Any]]:
+        """Return ranks with the items for them, in the order in which these must be sent."""
+        edges = list(zip(self.outedges, items))
+        if self._live.topology.kind == CART:
+            # A message to the upper neighbour arrives from its lower one. If both are one rank,
+            # that rank receives first from its lower neighbour.
+            edges = [edges[i ^ 1] for i in range(len(edges))]
+        return [edge for edge in edges if edge[0] != PROC_NULL]
 
-    def _among(self, sends: Iterable[tuple[int, Any]], items: Sequence[Any]) -> tuple[Any, Any]:
-        """Return ranks with what is sent, and sources with their items, both without PROC_NULL."""
-        sources = self.inedges
-        receives = [(sources[i], items[i]) for i in self._arrivals()]
-        return tuple(  # type: ignore[return-value]
-            [(rank, item) for rank, item in pairs if rank != PROC_NULL]
-            for pairs in (sends, receives)
-        )
+    def _moving_along(self, sends: Sequence[Piece], read: Read, recvbuf: Any) -> Operation:
+        """Return what sends a piece to each neighbour, and receives theirs into a buffer."""
+        receives = zip(self.inedges, read(recvbuf, True, self.indegree))
+        receives_of_ranks = [edge for edge in receives if edge[0] != PROC_NULL]
+        return self._moving(self._departing(sends), receives_of_ranks)
 
     Neighbor_allgather, Ineighbor_allgather, Neighbor_allgather_init = _gathering(equal)
     Neighbor_allgatherv, Ineighbor_allgatherv, Neighbor_allgatherv_init = _gathering(vector)
@@ -119,30 +114,26 @@ class Topocomm(Intracomm):
         return self.neighbor_alltoall([sendobj] * self.outdegree)
 
     def neighbor_alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
-        """Send an object to each neighbour, and return theirs."""
-        data = zip(self.outedges, pickles(sendobj, self.outdegree))
-        sends, receives = self._among(data, range(self.indegree))
-        result = [None] * self.indegree
-        received = self._swap(sends, [source for source, _ in receives])
-        for (_, index), value in zip(receives, received):
-            result[index] = value
-        return result
+        """Send an object to each neighbour, and return theirs; None for ``PROC_NULL``."""
+        sends, sources = self._departing(pickles(sendobj, self.outdegree)), self.inedges
+        received = iter(self._swap(sends, [rank for rank in sources if rank != PROC_NULL]))
+        return [None if source == PROC_NULL else next(received) for source in sources]
 
 
 class Cartcomm(Topocomm):
     """Communicator whose ranks are a grid."""
 
     __slots__ = ()
-    _topology = _Cart
+    _topology_kind = CART
 
-    Get_dim, dim = reader(lambda context: len(context.topology.shape), "the number of dimensions")
+    Get_dim, dim = reader(lambda c: len(c.topology.form.shape), "the number of dimensions")
     Get_topo, topo = reader(
-        lambda context: (
-            list(context.topology.shape), list(map(int, context.topology.periodic)),
-            list(context.topology.coords),
+        lambda c: tuple(
+            list(map(int, values))
+            for values in (c.topology.form.shape, c.topology.form.periodic, c.topology.form.coords)
         ),
         "dimensions, whether each is periodic, and this rank's coordinates",
-    )  # fmt: skip
+    )
     ndim = dim
     dims = property(lambda self: self.topo[0])
     periods = property(lambda self: self.topo[1])
@@ -151,7 +142,7 @@ class Cartcomm(Topocomm):
     def Get_cart_rank(self, coords: Sequence[int]) -> int:
         """Return the rank at coordinates."""
         with TRANSLATED:
-            rank = int(self._live.topology.rank_at(list(coords)))
+            rank = int(self._live.topology.form.rank_at(list(coords)))
         if rank == collective.NULL:
             raise MPIError(CLASSES["ERR_ARG"], f"coordinates {coords} of {self.dims}")
         return rank
@@ -159,23 +150,14 @@ class Cartcomm(Topocomm):
     def Get_coords(self, rank: int) -> list[int]:
         """Return the coordinates of a rank."""
         with TRANSLATED:
-            return list(self._live.topology.coords_of(rank))
+            return list(self._live.topology.form.coords_of(rank))
 
     def Shift(self, direction: int, disp: int) -> tuple[int, int]:
         """Return source and destination of a shift along a dimension."""
         if not 0 <= direction < self.dim:
             raise MPIError(CLASSES["ERR_DIMS"])
-        source, target = self._live.topology.neighbours(direction, int(disp))
-        return _or_null(source), _or_null(target)
-
-    def _sides(self) -> tuple[list[int], list[int]]:
-        ranks = [rank for direction in range(self.dim) for rank in self.Shift(direction, 1)]
-        return ranks, list(ranks)
-
-    def _arrivals(self) -> Sequence[int]:
-        # A message to the lower neighbour arrives from its upper one. If both are one rank, its
-        # first message is to its lower neighbour.
-        return [i ^ 1 for i in range(self.indegree)]
+        source, target = _neighbours(self._live.topology.form, direction, int(disp))
+        return source, target
 
     def Sub(self, remain_dims: Sequence[bool]) -> Any:
         """Return the communicator of the ranks that differ in some dimensions only."""
@@ -187,27 +169,34 @@ class Cartcomm(Topocomm):
         kept = [i for i, remains in enumerate(remain_dims) if remains]
         part._inner.kind = Cartcomm
         periodic = [bool(periods[i]) for i in kept]
-        part._inner.topology = _Cart(part._inner, [dims[i] for i in kept], periodic)
+        part._inner.topology = _cart(part._inner, [dims[i] for i in kept], periodic)
         return Cartcomm._of(part._inner)
 
 
-def _or_null(rank: int) -> int:
-    return PROC_NULL if rank == collective.NULL else rank
+def _neighbours(grid: collective.Grid[Any], axis: int, distance: int = 1) -> list[int]:
+    """Return the ranks before and behind this one along an axis."""
+    ranks = grid.neighbours(axis, distance)
+    return [PROC_NULL if rank == collective.NULL else rank for rank in ranks]
+
+
+def _cart(context: Any, dims: list[int], periods: list[bool]) -> _Topology:
+    grid = collective.Grid[Any](context, dims, periods)
+    ranks = [rank for axis in range(len(dims)) for rank in _neighbours(grid, axis)]
+    return _Topology(CART, ranks, ranks, grid)
 
 
 class Graphcomm(Topocomm):
     """Communicator with a graph that every rank knows."""
 
     __slots__ = ()
-    _topology = _Graph
+    _topology_kind = GRAPH
 
-    Get_dims, dims = reader(
-        lambda context: (len(context.topology.ends), len(context.topology.edges)),
-        "the numbers of nodes and edges",
-    )
     Get_topo, topo = reader(
-        lambda context: (list(context.topology.ends), list(context.topology.edges)),
+        lambda context: tuple(map(list, context.topology.form)),
         "where each node's edges end in the list of edges, and that list",
+    )
+    Get_dims, dims = reader(
+        lambda context: tuple(map(len, context.topology.form)), "the numbers of nodes and edges"
     )
     nnodes = property(lambda self: self.dims[0])
     nedges = property(lambda self: self.dims[1])
@@ -217,40 +206,34 @@ class Graphcomm(Topocomm):
     def Get_neighbors(self, rank: int) -> list[int]:
         """Return the neighbours of a rank."""
         index, edges = self.topo
-        return list(edges[index[rank - 1] if rank else 0 : index[rank]])
+        return _edges_of(index, edges, rank)
 
     def Get_neighbors_count(self, rank: int) -> int:
         """Return the number of neighbours of a rank."""
         return len(self.Get_neighbors(rank))
 
-    neighbors = property(lambda self: self.Get_neighbors(self.rank))
-    nneighbors = property(lambda self: len(self.Get_neighbors(self.rank)))
+    neighbors, nneighbors = Topocomm.inedges, Topocomm.indegree
 
-    def _sides(self) -> tuple[list[int], list[int]]:
-        return self.neighbors, self.neighbors
+
+def _edges_of(index: list[int], edges: list[int], rank: int) -> list[int]:
+    return edges[index[rank - 1] if rank else 0 : index[rank]]
 
 
 class Distgraphcomm(Topocomm):
     """Communicator with a graph of which every rank knows its own edges."""
 
     __slots__ = ()
-    _topology = _Distributed
+    _topology_kind = DIST_GRAPH
 
     def Get_dist_neighbors_count(self) -> tuple[int, int, bool]:
         """Return the numbers of sources and destinations, and whether there are weights."""
-        topology = self._live.topology
-        return len(topology.sources), len(topology.destinations), topology.weights is not None
+        return self.indegree, self.outdegree, self._live.topology.form is not None
 
     def Get_dist_neighbors(
         self,
     ) -> tuple[list[int], list[int], tuple[list[int], list[int]] | None]:
         """Return sources, destinations and their weights."""
-        topology = self._live.topology
-        return list(topology.sources), list(topology.destinations), topology.weights
-
-    def _sides(self) -> tuple[list[int], list[int]]:
-        topology = self._live.topology
-        return list(topology.sources), list(topology.destinations)
+        return self.inedges, self.outedges, self._live.topology.form
 
 
 def Create_cart(self: Any, dims: Sequence[int], periods: Any = None, reorder: bool = False) -> Any:
@@ -264,7 +247,7 @@ def Create_cart(self: Any, dims: Sequence[int], periods: Any = None, reorder: bo
     if any(dim < 0 for dim in grid) or size > self.size:
         raise MPIError(CLASSES["ERR_DIMS"], f"Create_cart: {grid} of {self.size} ranks")
     periodic = [bool(period) for period in periods]
-    return _with(self, size, lambda context: _Cart(context, grid, periodic), Cartcomm)
+    return _with(self, size, lambda context: _cart(context, grid, periodic), Cartcomm)
 
 
 def _with(comm: Any, size: int, topology: Callable[[Any], Any], kind: Any) -> Any:
@@ -283,10 +266,14 @@ def Create_graph(
     ends, targets = [int(i) for i in index], [int(edge) for edge in edges]
     if ends and ends[0] == 0 and ends[-1] == len(targets):
         del ends[0]  # where edges begin, as in adjacency arrays
-    topology = _Graph(ends, targets)
-    if len(topology.ends) > self.size:
+    if len(ends) > self.size:
         raise MPIError(CLASSES["ERR_ARG"], f"Create_graph: {len(index)} nodes")
-    return _with(self, len(topology.ends), lambda _: topology, Graphcomm)
+
+    def graph(context: Any) -> _Topology:
+        neighbours = _edges_of(ends, targets, context.rank)
+        return _Topology(GRAPH, neighbours, neighbours, (ends, targets))
+
+    return _with(self, len(ends), graph, Graphcomm)
 
 
 def Create_dist_graph_adjacent(
@@ -298,7 +285,7 @@ def Create_dist_graph_adjacent(
     destinations = [int(rank) for rank in destinations or ()]
     weights = _weights(sourceweights, len(sources)), _weights(destweights, len(destinations))
     weighted = None if None in weights else weights
-    topology = _Distributed(sources, destinations, weighted)  # type: ignore[arg-type]
+    topology = _Topology(DIST_GRAPH, sources, destinations, weighted)
     return _with(self, self.size, lambda _: topology, Distgraphcomm)
 
 
@@ -332,7 +319,7 @@ def Create_dist_graph(
     mine = [(s, w) for s, t, w in everywhere if t == self.rank]
     theirs = [(t, w) for s, t, w in everywhere if s == self.rank]
     both = ([w for _, w in mine], [w for _, w in theirs]) if weighted else None
-    topology = _Distributed([s for s, _ in mine], [t for t, _ in theirs], both)
+    topology = _Topology(DIST_GRAPH, [s for s, _ in mine], [t for t, _ in theirs], both)
     return _with(self, self.size, lambda _: topology, Distgraphcomm)
 
 
