@@ -13,7 +13,7 @@ from collective.inner import platform, session
 from .attributes import ERRORS_RETURN, Attributed, Handling, copy_attributes, delete_attributes
 from .collectives import CALL_TAGS, Collectives, Prefixes
 from .exceptions import CLASSES, TRANSLATED, MPIError, last_used, refusing
-from .groups import CONGRUENT, IDENT, SIMILAR, UNDEFINED, UNEQUAL, Group, Members
+from .groups import CONGRUENT, IDENT, SIMILAR, UNDEFINED, UNEQUAL, Group, members
 from .handles import Inner, Named, reader
 from .info import INFO_NULL, Info
 from .operations import ANY_SOURCE, idle
@@ -104,7 +104,7 @@ class Comm(Named, PointToPoint, Collectives, Attributed, Handling, kind=True):
     Get_rank, rank = reader(lambda context: context.rank, "this process's rank")
     Get_size, size = reader(lambda context: context.size, "the number of ranks")
     Get_group, group = reader(
-        lambda context: Group._of(Members(context.ranks, context.world.rank)), "the members"
+        lambda context: Group._of(members(context.ranks, context.world.rank)), "the members"
     )
     Is_inter, is_inter = reader(lambda _: False, "False: there are no intercommunicators")
     Is_intra, is_intra = reader(lambda _: True, "True: there are no intercommunicators")
@@ -180,10 +180,10 @@ class Comm(Named, PointToPoint, Collectives, Attributed, Handling, kind=True):
 
     def Create(self, group: Group) -> Any:
         """Return a communicator of a group; all ranks call it."""
-        members = group._live.ranks
+        chosen = group._live.ranks
         _, number = self._agree()
         ranks = self._live.ranks
-        return self._child([ranks.index(member) for member in members], number)
+        return self._child([ranks.index(member) for member in chosen], number)
 
     def Split(self, color: int = 0, key: int = 0) -> Any:
         """Return the communicator of the ranks with this rank's colour, ordered by key."""

@@ -13,17 +13,14 @@ PROC_NULL = -2
 IDENT, CONGRUENT, SIMILAR, UNEQUAL = range(4)
 
 
-class Members(Inner):
-    """Members of a group.
+def members(ranks: Sequence[int], own: int) -> Inner:
+    """Return what a group's handle names.
 
     Args:
-        ranks: their ranks in the world.
+        ranks: ranks of the members in the world.
         own: rank of this process in the world.
     """
-
-    def __init__(self, ranks: Sequence[int], own: int) -> None:
-        self.ranks = tuple(ranks)
-        self.own = own
+    return Inner(ranks=tuple(ranks), own=own)
 
 
 class Group(Handle, kind=True):
@@ -32,7 +29,7 @@ class Group(Handle, kind=True):
     __slots__ = ()
     null_error, constants_end = CLASSES["ERR_GROUP"], True
 
-    Get_size, size = reader(lambda members: len(members.ranks), "the number of members")
+    Get_size, size = reader(lambda group: len(group.ranks), "the number of members")
     Get_rank, rank = reader(
         lambda m: m.ranks.index(m.own) if m.own in m.ranks else UNDEFINED,
         "this process's rank in the group, or ``UNDEFINED``",
@@ -63,7 +60,7 @@ class Group(Handle, kind=True):
 
     def Dup(self) -> Any:
         """Return a copy."""
-        return type(self)._of(Members(self._live.ranks, self._live.own))
+        return type(self)._of(members(self._live.ranks, self._live.own))
 
     @classmethod
     def Union(cls, group1: Group, group2: Group) -> Any:
@@ -89,7 +86,7 @@ class Group(Handle, kind=True):
 
     @classmethod
     def _group(cls, ranks: Sequence[int], own: int) -> Any:
-        return cls._of(Members(ranks, own) if ranks else GROUP_EMPTY._inner)
+        return cls._of(members(ranks, own) if ranks else GROUP_EMPTY._inner)
 
     def Incl(self, ranks: Sequence[int]) -> Any:
         """Return the members with these ranks, in this order."""
@@ -131,4 +128,4 @@ def _ranged(ranges: Sequence[tuple[int, int, int]]) -> list[int]:
 
 
 GROUP_NULL = Group._constant("GROUP_NULL")
-GROUP_EMPTY = Group._constant("GROUP_EMPTY", Members((), -1))
+GROUP_EMPTY = Group._constant("GROUP_EMPTY", members((), -1))

@@ -22,6 +22,9 @@ _numbers = itertools.count(1)
 class Inner:
     """What handles name: a communicator, a group, a datatype and so on.
 
+    Args:
+        fields: its attributes, unless a subclass describes them.
+
     Attributes:
         number: the integer that stands for it, as C code would have a handle; 0 until asked for.
         constant: the handle that is a name in ``mpi4py.MPI``, or None.
@@ -32,6 +35,9 @@ class Inner:
     constant: Handle | None = None
     kind: type[Handle] | None = None
     name = ""
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
 
     @cached_property
     def attributes(self) -> dict[int, Any]:

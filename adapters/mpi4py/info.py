@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 from .exceptions import CLASSES, MPIError
 from .handles import Handle, Inner
 
 MAX_INFO_KEY, MAX_INFO_VAL = 255, 1024
-
-
-class _Hints(Inner):
-    def __init__(self, items: Mapping[str, str] | None = None) -> None:
-        self.items = dict(items or {})
 
 
 class Info(Handle, MutableMapping[str, str], kind=True):
@@ -27,7 +22,7 @@ class Info(Handle, MutableMapping[str, str], kind=True):
     @classmethod
     def Create(cls, items: Any = None) -> Any:
         """Return hints with ``items``: another info, a mapping or pairs."""
-        info = cls._of(_Hints())
+        info = cls._of(Inner(items={}))
         if items:
             info.update(items)
         return info
@@ -39,7 +34,7 @@ class Info(Handle, MutableMapping[str, str], kind=True):
         items = {"maxprocs": "1", "soft": "1", "wdir": os.getcwd(), "thread_level": _LEVEL}
         if args:
             items |= {"command": args[0], "argv": " ".join(args[1:])}
-        return cls._of(_Hints(items))
+        return cls._of(Inner(items=items))
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self and self._inner.constant is None:
@@ -50,7 +45,7 @@ class Info(Handle, MutableMapping[str, str], kind=True):
 
     def Dup(self) -> Any:
         """Return a copy."""
-        return type(self)._of(_Hints(self._live.items))
+        return type(self)._of(Inner(items=dict(self._live.items)))
 
     def Get(self, key: str) -> str | None:
         """Return a value, or None."""

@@ -13,7 +13,7 @@ from collective import CollectiveError
 
 from .exceptions import CLASSES, TRANSLATED, MPIError, translated
 from .groups import PROC_NULL
-from .handles import Handle
+from .handles import Handle, Inner
 from .layouts import Piece
 from .memory import bytes_of
 from .messages import NOTHING, PLAIN, simple
@@ -30,7 +30,7 @@ from .operations import (
     keep,
 )
 from .pickling import loads, pickle
-from .requests import MESSAGE_NO_PROC, NO_PARTS, Matched, Message, Request, forms
+from .requests import MESSAGE_NO_PROC, NO_PARTS, Message, Request, forms
 
 TAG_UB = 2**31 - 1
 
@@ -88,7 +88,7 @@ def _looking(call: str) -> Any:
             os.sched_yield()  # programs poll, and the sender may need this processor
             return None if takes else False
         _fill(status, *(mail.status(message) if takes else message))
-        return Message._of(Matched(context, message)) if takes else True
+        return Message._of(Inner(context=context, posted=message)) if takes else True
 
     return look
 

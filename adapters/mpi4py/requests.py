@@ -285,21 +285,11 @@ class Grequest(_Narrow):
         operation.result, operation.done = obj, True
 
 
-class Matched(Inner):
-    """Message that a probe has taken.
-
-    Args:
-        context: the communicator's messages.
-        posted: the message; None for the one from ``PROC_NULL``.
-    """
-
-    def __init__(self, context: Any = None, posted: Any = None) -> None:
-        self.context = context
-        self.posted = posted
-
-
 class Message(Handle, kind=True):
-    """Message that a matched probe has taken out of the queue."""
+    """Message that a matched probe has taken out of the queue.
+
+    It names the context of its communicator, and the posted message; None for that of PROC_NULL.
+    """
 
     __slots__ = ()
     null_error = CLASSES["ERR_REQUEST"]
@@ -356,7 +346,7 @@ class Message(Handle, kind=True):
         return self._receive(None, True).wait(status)
 
 
-def _copy(matched: Matched, piece: Piece) -> None:
+def _copy(matched: Any, piece: Piece) -> None:
     """Copy a message into a piece."""
     memory: Any = bytearray(piece.nbytes) if piece.direct is None else piece.direct
     matched.context.points.read(matched.posted, memory)
@@ -366,7 +356,7 @@ def _copy(matched: Matched, piece: Piece) -> None:
 
 REQUEST_NULL = Request._constant("REQUEST_NULL")
 MESSAGE_NULL = Message._constant("MESSAGE_NULL")
-MESSAGE_NO_PROC = Message._constant("MESSAGE_NO_PROC", Matched())
+MESSAGE_NO_PROC = Message._constant("MESSAGE_NO_PROC", Inner(posted=None))
 
 
 def forms(prepare: Callable[..., Operation]) -> tuple[Any, Any, Any]:

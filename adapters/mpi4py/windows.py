@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,25 +20,11 @@ from .memory import Bytes, buffer
 _LOCK_EXCLUSIVE = 1
 
 
-class _Window(Inner):
-    """What a handle of a window names.
-
-    Args:
-        comm: the ranks.
-        memory: the memory of all ranks, one part after the other.
-        parts: length of each rank's part in bytes, and its unit of displacements.
-    """
-
-    def __init__(self, comm: Any, memory: Bytes, parts: Sequence[tuple[int, int]]) -> None:
-        super().__init__()
-        self.comm = comm
-        self.units = [unit for _, unit in parts]
-        ends = list(accumulate((size for size, _ in parts), initial=0))
-        self.parts = [memory[start:stop] for start, stop in pairwise(ends)]
-
-
 class Win(Handle, kind=True):
-    """Window: memory that the ranks of one host share."""
+    """Window: memory that the ranks of one host share.
+
+    It names the communicator, each rank's part of the memory, and their units of displacements.
+    """
 
     __slots__ = ()
     null_error = CLASSES["ERR_WIN"]
@@ -65,7 +50,10 @@ class Win(Handle, kind=True):
         context = (world.alone if comm is None else comm)._live
         comm = context.kind._of(context)
         parts = comm.allgather((int(size), int(disp_unit)))
-        return cls._of(_Window(comm, _shared(context, sum(size for size, _ in parts)), parts))
+        ends = list(accumulate((nbytes for nbytes, _ in parts), initial=0))
+        memory = _shared(context, ends[-1])
+        pieces = [memory[start:stop] for start, stop in pairwise(ends)]
+        return cls._of(Inner(comm=comm, parts=pieces, units=[unit for _, unit in parts]))
 
     def Shared_query(self, rank: int) -> tuple[buffer, int]:
         """Return a rank's part and its unit; with ``PROC_NULL`` the first part with a length."""
