@@ -70,15 +70,7 @@ class Status:
         return isinstance(other, Status) and self._fields == other._fields
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (), self.__getstate__()
-
-    def __getstate__(self) -> dict[str, int]:
-        names = ("source", "tag", "error", "count", "cancelled")
-        return {name: getattr(self, name) for name in names}
-
-    def __setstate__(self, state: dict[str, int]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        return type(self).f2py, (self.py2f(),)
 
     def Get_count(self, datatype: Datatype = CONSTANTS["BYTE"]) -> int:
         """Return the number of elements, or ``UNDEFINED`` if it is not whole."""
