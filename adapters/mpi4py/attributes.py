@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .exceptions import CLASSES, MPIError
+from .exceptions import CLASSES, MPIError, guarded
 from .handles import Handle, Inner
 
 KEYVAL_INVALID = 0
@@ -76,7 +75,7 @@ class Attributed:
         if keyval in attributes:
             value = attributes.pop(keyval)
             if delete is not None:
-                _guarded(delete, self, keyval, value)
+                guarded(delete, self, keyval, value)
 
     def _fixed_attributes(self) -> dict[int, Any]:
         """Return the attributes that MPI itself sets."""
@@ -96,7 +95,7 @@ def copy_attributes(handle: Any, copy: Inner) -> None:
         if function is True:
             copy.attributes[keyval] = value
         elif callable(function):
-            result = _guarded(function, handle, keyval, value)
+            result = guarded(function, handle, keyval, value)
             if result is not NotImplemented:
                 copy.attributes[keyval] = result
 
@@ -105,18 +104,6 @@ def delete_attributes(handle: Any) -> None:
     """Delete all attributes of an object that is freed, the newest first."""
     for keyval in reversed(list(handle._live.attributes)):
         handle.Delete_attr(keyval)
-
-
-def _guarded(function: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of a program's function; its error becomes ``ERR_OTHER``."""
-    try:
-        return function(*args)
-    except MPIError:
-        traceback.print_exc()
-        raise
-    except BaseException as error:
-        traceback.print_exc()
-        raise MPIError(CLASSES["ERR_OTHER"], f"keyval: {error!r}") from error
 
 
 class Errhandler(Handle, kind=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable
 from functools import total_ordering
 from typing import Any, NoReturn
 
@@ -203,6 +205,17 @@ def translated(error: BaseException) -> MPIError:
     """Return the ``MPI.Exception`` for an error of the library, with the library's text."""
     name = next((name for kind, name in _KINDS if isinstance(error, kind)), "ERR_OTHER")
     return MPIError(CLASSES[name], f"MPI_{name}: {error}")
+
+
+def guarded(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return the result of a program's function; its error is printed, and is ``ERR_OTHER``."""
+    try:
+        return function(*args, **options)
+    except BaseException as error:
+        traceback.print_exc()
+        if isinstance(error, MPIError):
+            raise
+        raise MPIError(CLASSES["ERR_OTHER"], f"{function!r}: {error!r}") from error
 
 
 class _Translated:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import array
 import os
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +16,7 @@ from collective import CollectiveError
 from collective.contract.mail import CANCELLED, OVER
 
 from .datatypes import CONSTANTS, Datatype
-from .exceptions import CLASSES, TRANSLATED, MPIError, translated
+from .exceptions import CLASSES, TRANSLATED, MPIError, guarded, translated
 from .groups import UNDEFINED
 from .handles import Inner, name_methods
 from .layouts import Piece
@@ -74,7 +72,9 @@ class Status:
 
     def Get_count(self, datatype: Datatype = CONSTANTS["BYTE"]) -> int:
         """Return the number of elements, or ``UNDEFINED`` if it is not whole."""
-        return _whole(self.count, datatype._live.size)
+        size = datatype._live.size
+        count, rest = divmod(self.count, size) if size else (0, self.count)
+        return UNDEFINED if rest else count
 
     def Get_elements(self, datatype: Datatype) -> int:
         """Return the number of basic elements, or ``UNDEFINED``."""
@@ -103,12 +103,6 @@ class Status:
     def put(self, fields: Iterable[int]) -> None:
         """Set source, tag, error, length and whether the message was cancelled."""
         self._fields[:] = array.array("q", fields)
-
-
-def _whole(count: int, size: int) -> int:
-    if not size:
-        return UNDEFINED if count else 0
-    return UNDEFINED if count % size else count // size
 
 
 class Operation(Inner):
@@ -298,16 +292,9 @@ class General(Operation):
         self._arguments = tuple(args or ()), dict(kwargs or {})
 
     def _call(self, function: Any, *first: Any) -> None:
-        if function is None:
-            return
-        args, kwargs = self._arguments
-        try:
-            function(*first, *args, **kwargs)
-        except BaseException as error:
-            traceback.print_exc(file=sys.stderr)
-            if isinstance(error, MPIError):
-                raise
-            raise MPIError(CLASSES["ERR_OTHER"]) from error
+        if function is not None:
+            args, kwargs = self._arguments
+            guarded(function, *first, *args, **kwargs)
 
     def advance(self) -> bool:
         return self.done
