@@ -121,28 +121,3 @@ ERRHANDLER_NULL = Errhandler._constant("ERRHANDLER_NULL")
 ERRORS_RETURN = Errhandler._constant("ERRORS_RETURN", Inner(function=None))
 ERRORS_ABORT = Errhandler._constant("ERRORS_ABORT", Inner(function=None))
 ERRORS_ARE_FATAL = Errhandler._constant("ERRORS_ARE_FATAL", Inner(function=None))
-
-
-class Handling:
-    """Methods of the classes that have error handlers: communicators and windows."""
-
-    __slots__ = ()
-
-    @classmethod
-    def Create_errhandler(cls, errhandler_fn: Callable[..., None]) -> Errhandler:
-        """Return a handler that calls ``errhandler_fn(handle, code)``."""
-        return Errhandler._of(Inner(function=errhandler_fn))  # type: ignore[no-any-return]
-
-    def Get_errhandler(self: Any) -> Errhandler:
-        """Return the handler."""
-        return Errhandler._of(self._live.errhandler)  # type: ignore[no-any-return]
-
-    def Set_errhandler(self: Any, errhandler: Errhandler) -> None:
-        """Set the handler."""
-        self._live.errhandler = errhandler._live
-
-    def Call_errhandler(self: Any, errorcode: int) -> None:
-        """Call the handler for an error code."""
-        function = self._live.errhandler.function
-        if function is not None:
-            function(self, errorcode)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import collective
 from collective.inner import platform, session
 
-from .attributes import ERRORS_RETURN, Attributed, Handling, copy_attributes, delete_attributes
+from .attributes import ERRORS_RETURN, Attributed, Errhandler, copy_attributes, delete_attributes
 from .collectives import CALL_TAGS, Collectives, Prefixes
 from .exceptions import CLASSES, TRANSLATED, MPIError, last_used, refusing
-from .groups import CONGRUENT, IDENT, SIMILAR, UNDEFINED, UNEQUAL, Group, members
+from .groups import CONGRUENT, IDENT, UNDEFINED, Group, members
 from .handles import Inner, Named, reader
 from .info import INFO_NULL, Info
 from .operations import ANY_SOURCE, idle
@@ -93,7 +93,7 @@ _NO_INTERCOMMUNICATORS = (
 )
 
 
-class Comm(Named, PointToPoint, Collectives, Attributed, Handling, kind=True):
+class Comm(Named, PointToPoint, Collectives, Attributed, kind=True):
     """Communicator."""
 
     __slots__ = ()
@@ -116,12 +116,10 @@ class Comm(Named, PointToPoint, Collectives, Attributed, Handling, kind=True):
 
     def Compare(self, comm: Comm) -> int:
         """Return ``IDENT``, ``CONGRUENT``, ``SIMILAR`` or ``UNEQUAL``."""
-        ours, theirs = self._live, comm._live
-        if ours is theirs:
+        if self._live is comm._live:
             return IDENT
-        if ours.ranks == theirs.ranks:
-            return CONGRUENT
-        return SIMILAR if set(ours.ranks) == set(theirs.ranks) else UNEQUAL
+        result: int = self.group.Compare(comm.group)
+        return CONGRUENT if result == IDENT else result
 
     def Get_info(self) -> Info:
         """Return the hints."""
@@ -136,9 +134,30 @@ class Comm(Named, PointToPoint, Collectives, Attributed, Handling, kind=True):
     def _fixed_attributes(self) -> dict[int, Any]:
         return {
             KEYVALS["TAG_UB"]: TAG_UB, KEYVALS["IO"]: ANY_SOURCE, KEYVALS["WTIME_IS_GLOBAL"]: False,
-            KEYVALS["UNIVERSE_SIZE"]: world.size, KEYVALS["APPNUM"]: 0,
+            KEYVALS["UNIVERSE_SIZE"]: self._live.world.size, KEYVALS["APPNUM"]: 0,
             KEYVALS["LASTUSEDCODE"]: last_used[0],
         }  # fmt: skip
+
+    # -- error handlers ----------------------------------------------------------------------
+
+    @classmethod
+    def Create_errhandler(cls, errhandler_fn: Callable[..., None]) -> Errhandler:
+        """Return a handler that calls ``errhandler_fn(handle, code)``."""
+        return Errhandler._of(Inner(function=errhandler_fn))  # type: ignore[no-any-return]
+
+    def Get_errhandler(self) -> Errhandler:
+        """Return the handler."""
+        return Errhandler._of(self._live.errhandler)  # type: ignore[no-any-return]
+
+    def Set_errhandler(self, errhandler: Errhandler) -> None:
+        """Set the handler."""
+        self._live.errhandler = errhandler._live
+
+    def Call_errhandler(self, errorcode: int) -> None:
+        """Call the handler for an error code."""
+        function = self._live.errhandler.function
+        if function is not None:
+            function(self, errorcode)
 
     # -- making and freeing ------------------------------------------------------------------
 
@@ -309,8 +328,6 @@ class _World:
     """
 
     following = 2
-    size = 1
-    core: Any = None
     handle: Any = None
     alone: Any = None
 
@@ -337,7 +354,6 @@ def adopt(core: collective.Communicator) -> None:
     alone = Context(mail, [core.rank], 2, core)
     everyone.name, alone.name = "MPI_COMM_WORLD", "MPI_COMM_SELF"
     world.following = 3
-    world.size, world.core = core.size, core
     if world.handle is None:
         world.handle = Intracomm._constant("COMM_WORLD", everyone)
         world.alone = Intracomm._constant("COMM_SELF", alone)
