@@ -207,14 +207,10 @@ class Datatype(Named, Attributed, kind=True):
     @classmethod
     def Get_value_index(cls, value: Datatype, index: Datatype) -> Any:
         """Return the named pair of a value and its index; the null datatype if there is none."""
-        name = {
-            "MPI_SHORT": "SHORT_INT", "MPI_INT": "INT_INT", "MPI_LONG": "LONG_INT",
-            "MPI_FLOAT": "FLOAT_INT", "MPI_DOUBLE": "DOUBLE_INT",
-            "MPI_LONG_DOUBLE": "LONG_DOUBLE_INT",
-        }.get(value._live.name)  # fmt: skip
-        if name is None or index._live is not CONSTANTS["INT"]._inner:
+        name = value._live.name.removeprefix("MPI_")
+        if name not in _PAIRED or index._live is not CONSTANTS["INT"]._inner:
             return DATATYPE_NULL
-        return CONSTANTS[name]
+        return CONSTANTS[f"{name}_INT"]
 
     @classmethod
     def Create_f90_integer(cls, r: int) -> Any:
@@ -436,14 +432,10 @@ def _remade(cls: Any, base: Any, combiner: str, params: dict[str, Any]) -> Any:
 DATATYPE_NULL = Datatype._constant("DATATYPE_NULL")
 #: The predefined datatypes by name.
 CONSTANTS: dict[str, Any] = {}
-# Character codes by the kind and size that a type has in C or Fortran.
-_CHARS = {
-    "b1": "?", "b2": "h", "b4": "i", "b8": "l", "i1": "b", "i2": "h", "i4": "i", "i8": "l",
-    "u1": "B", "u2": "H", "u4": "I", "u8": "L", "f2": "e", "f4": "f", "f8": "d", "f16": "g",
-    "c4": "E", "c8": "F", "c16": "D", "c32": "G",
-}  # fmt: skip
-_TEXTS = {char: text for text, char in _CHARS.items() if text[0] != "b" or text == "b1"}
-_TEXTS |= {"q": "i8", "Q": "u8", "c": "S1", "w": "U1", "p": "i8"}
+# Types of values for which there is a pair of a value and its index.
+_PAIRED = ("SHORT", "INT", "LONG", "FLOAT", "DOUBLE", "LONG_DOUBLE")
+# Character codes of the type strings that NumPy does not have.
+_FOREIGN = {"i16": "", "c4": "E"}
 _BY_CHAR = (
     "PACKED:B BYTE:B AINT:p OFFSET:l COUNT:l CHAR:c WCHAR:w SIGNED_CHAR:b SHORT:h INT:i LONG:l "
     "LONG_LONG:q UNSIGNED_CHAR:B UNSIGNED_SHORT:H UNSIGNED:I UNSIGNED_LONG:L UNSIGNED_LONG_LONG:Q "
@@ -489,12 +481,14 @@ def _define_pair(value: str) -> None:
 
 
 for _name, _char in (entry.split(":") for entry in _BY_CHAR):
-    _define(_name, _char, _TEXTS[_char], _char)
+    _define(_name, _char, "U1" if _char == "w" else np.dtype(_char).str[1:], _char)
 for _name, _text in (entry.split(":") for entry in _BY_TEXT):
-    _define(_name, _CHARS.get(_text, ""), _text, _text)
+    # NumPy has booleans of one byte only; Fortran's longer ones are integers to it.
+    _plain = _text if _text == "b1" else _text.replace("b", "i")
+    _define(_name, _FOREIGN[_text] if _text in _FOREIGN else np.dtype(_plain).char, _text, _text)
 _define("BFLOAT16_T", "", "V2", "")
 CONSTANTS["BFLOAT16_T"]._inner.text = ""
-for _name in ("SHORT", "INT", "LONG", "FLOAT", "DOUBLE", "LONG_DOUBLE"):
+for _name in _PAIRED:
     _define_pair(_name)
 for _name, _other in (entry.split(":") for entry in _ALIASES):
     CONSTANTS[_name] = CONSTANTS[_other]
