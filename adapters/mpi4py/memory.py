@@ -181,6 +181,7 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):
     """
 
     obj: Any
+    format = "B"
 
     def __new__(cls, *buf: Any) -> Any:
         """Return a buffer of an object's memory."""
@@ -196,8 +197,7 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):
         Raises:
             TypeError, ValueError: ``nbytes`` is no integer, or negative.
         """
-        if isinstance(nbytes, bool) or not hasattr(nbytes, "__index__"):
-            raise TypeError(f"allocate: expecting an integer, not {type(nbytes).__name__}")
+        nbytes = operator.index(nbytes)
         if nbytes < 0:
             raise ValueError(f"allocate: negative length {nbytes}")
         # At least one byte, so that the memory has an address.
@@ -233,11 +233,6 @@ class buffer(np.ndarray[Any, np.dtype[np.uint8]]):
     def readonly(self) -> bool:
         """Whether the memory must not be written."""
         return not self.flags.writeable
-
-    @property
-    def format(self) -> str:
-        """Format of an element, as of the buffer protocol."""
-        return "B"
 
     def _plain(self) -> memoryview:
         array: Any = self.view(np.ndarray)
