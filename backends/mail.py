@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -193,6 +195,9 @@ class CompiledMail(BaseMail):
         self.find: Any = self._messages.find
         self.cancel: Any = self._messages.cancel
         self.progress: Any = partial(self._messages.step, (), False, -1.0)
+        # In C the messages and the operations in flight refer to each other, where the garbage
+        # collector does not look. If all this is dropped, their end breaks the cycle.
+        weakref.finalize(self, _end, self._messages, os.getpid()).atexit = False
 
     def _end_all(self, error: CollectiveError) -> None:
         self._messages.end(True)
@@ -220,3 +225,9 @@ class CompiledMail(BaseMail):
 
     def _step(self, items: Sequence[Any], any_of: bool, seconds: float) -> bool:
         return bool(self._messages.step(tuple(items), any_of, seconds))
+
+
+def _end(messages: Any, pid: int) -> None:
+    """End the operations of messages in C that nobody can wait for any more."""
+    if os.getpid() == pid:  # in a forked child, a thread of the parent may have been moving them
+        messages.end(True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import numpy as np
@@ -61,9 +62,11 @@ else:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ReduceOp(_ForeignConstants):
     """Operator that combines the ranks' elements into one.
+
+    Equal operators give equal bits, so that a communicator may use the plan of an earlier call.
 
     Attributes:
         name: one of :data:`NAMES`, ``"premul_sum"`` or ``"user"``.
@@ -79,6 +82,24 @@ class ReduceOp(_ForeignConstants):
     function: Callable[[Array, Array], Array] | None = None
     label: str = ""
     commutative: bool = True
+
+    def _identity(self) -> tuple[object, ...]:
+        """Return what two operators must have in common to be equal."""
+        # -0.0 == 0.0, but their products have other signs. The class of a user's function may call
+        # functions equal that compute other values, or allow no hash. Only a bound method, which
+        # each access makes anew, is compared by its value.
+        factor = None if self.factor is None else self.factor.hex()
+        function = self.function
+        same = function if isinstance(function, MethodType) else id(function)
+        return self.name, factor, same, self.label, self.commutative
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ReduceOp):
+            return NotImplemented
+        return self is other or self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
 
     def __str__(self) -> str:
         if self.factor is not None:

@@ -96,7 +96,7 @@ class Collectives(Backend):
                 f"{self.size}]. Call it on a communicator, which uses the host's memory instead."
             )
         comm = self._comm or self._open(request, deadline)
-        return DTYPES[dtype.name], comm.premul_sum(op.factor or 0.0, dtype)
+        return DTYPES[dtype.name], comm.premul_sum(0.0 if op.factor is None else op.factor, dtype)
 
     @abstractmethod
     def _look_ahead(self) -> None:

@@ -53,7 +53,7 @@ class NcclCalls:
         self.rank = rank
         self.size = size
         self.device = device
-        self._factors: dict[tuple[float, str], int] = {}
+        self._factors: dict[tuple[str, str], int] = {}
         # The communicator's handle: 0 before it is made and after it is gone.
         self._raw = 0
         self._depth = 0
@@ -247,7 +247,7 @@ class NcclCalls:
             factor: the factor, which is rounded to ``dtype``.
             dtype: dtype of the arrays, a floating-point type.
         """
-        key = (factor, dtype.name)
+        key = (float(factor).hex(), dtype.name)  # -0.0 == 0.0, but their products have other signs
         op = self._factors.get(key)
         if op is None:
             if len(self._factors) >= _FACTORS:
@@ -268,7 +268,7 @@ class NcclCalls:
         for key in list(self._factors):
             self._forget_factor(key)
 
-    def _forget_factor(self, key: tuple[float, str]) -> None:
+    def _forget_factor(self, key: tuple[str, str]) -> None:
         op = self._factors.pop(key)
         with self._lock:
             if self._raw:

@@ -994,12 +994,12 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
     @property
     def timeout(self) -> float:
-        """Seconds that a call may take if it passes no ``timeout``."""
+        """Seconds that a call may take if it passes no ``timeout``; a positive number."""
         return self._path.timeout
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        self._path.timeout = seconds
+        self._path.timeout = self._path.positive(seconds)
         self._path.open_doors()  # C has copied the timeout of unlocked calls
 
     @property

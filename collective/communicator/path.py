@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -807,13 +808,21 @@ class Path(_Gate):
         Raises:
             InvalidArgumentError: ``timeout`` is not a positive number.
         """
-        if timeout is None:
-            return self.timeout
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise InvalidArgumentError(
-                f"timeout: {timeout!r}; expected a positive number of seconds."
-            )
-        return float(timeout)
+        return self.timeout if timeout is None else self.positive(timeout)
+
+    def positive(self, timeout: Any) -> float:
+        """Return a number of seconds as a float.
+
+        Raises:
+            InvalidArgumentError: ``timeout`` is not a positive number.
+        """
+        try:
+            # Deadlines of NaN would never expire.
+            if type(timeout) is not bool and isinstance(timeout, (int, float)) and timeout > 0:
+                return float(timeout)
+        except OverflowError:  # an int that is too large for a float
+            return math.inf
+        raise InvalidArgumentError(f"timeout: {timeout!r}; expected a positive number of seconds.")
 
 
 _Carried = list[tuple[Planned, Buffer | Spot | None, Buffer | Spot | None]]

@@ -81,8 +81,8 @@ class PostedWork(Work[Any]):
         """Post the next operations; set the result after the last one."""
         try:
             for item in self._items:
-                if item.state == FAILED:
-                    self._mail.explain(item)
+                if item.state == FAILED and (mail := self._mail) is not None:
+                    mail.explain(item)
             self._items = tuple(next(self._steps))
             return
         except StopIteration as last:
@@ -148,23 +148,31 @@ class PostedWork(Work[Any]):
         with contextlib.suppress(Exception):
             self.finish(deadline.within(Deadline.of(self._seconds).left()))
 
+    # A thread that ends the work drops the engine a moment before the work is over. So all others
+    # read the attribute once. Without an engine there is nothing to wait for.
+
     def _wait_for_items(self, deadline: Deadline) -> None:
+        mail = self._mail
+        if mail is None:
+            time.sleep(0)
+            return
         try:
-            self._mail.wait(self._items, False, deadline)
+            mail.wait(self._items, False, deadline)
         except BaseException as error:
             self._fail(error)
 
     def _wait_a_moment(self, deadline: Deadline) -> None:
-        until = Deadline(deadline.at_most(_LOOK_S))
-        while not until.expired:
-            self._mail.progress()
+        until, mail = Deadline(deadline.at_most(_LOOK_S)), self._mail
+        while mail is not None and not until.expired:
+            mail.progress()
             if all(item.done for item in self._items):
                 return
             time.sleep(0)
 
     def done(self) -> bool:
         """Tell, without waiting, whether the message has succeeded or failed."""
-        if not self._over:
-            self._mail.progress()
+        mail = self._mail
+        if mail is not None:
+            mail.progress()
             self._advance()
         return self._over

@@ -262,6 +262,13 @@ class DLPackAdapter(ProducerAdapter):
                 f"out: {type(x).__name__} gives read-only memory through DLPack; pass a "
                 "writable array, of NumPy or CuPy for example, and convert it."
             )
+        # A producer may export a copy, in which the result would be lost.
+        on_host = isinstance(array, np.ndarray) and array.size
+        if on_host and not np.may_share_memory(array, self.view(x)[0]):
+            raise InvalidArgumentError(
+                f"out: {type(x).__name__} gives a copy of its memory through DLPack; pass an "
+                "array whose memory can be written, of NumPy for example, and convert it."
+            )
         return array, dtype
 
     def wrap(self, array: Any, dtype: DType) -> Any:

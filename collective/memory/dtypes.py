@@ -80,7 +80,8 @@ def from_numpy(dtype: np.dtype[Any]) -> DType:
     """
     element_type = BY_NUMPY.get(dtype)
     if element_type is None:
-        if dtype.name not in FOREIGN:
+        # ml_dtypes gives a type of foreign byte order the same name.
+        if dtype.name not in FOREIGN or not dtype.isnative:
             raise DtypeError(
                 f"dtype: {dtype} cannot travel; one of {', '.join(BY_NAME)}. "
                 "Convert with x.astype(...), or send it as an object."

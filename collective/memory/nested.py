@@ -69,7 +69,7 @@ def skeleton(tree: Any) -> Any:
     """Return only the nesting, in a form for JSON; all ranks must have the same.
 
     Raises:
-        InvalidArgumentError: as :func:`flatten`.
+        InvalidArgumentError: as :func:`flatten`; or two keys of a dict have the same text.
     """
     try:
         return _skeleton(tree)
@@ -79,7 +79,13 @@ def skeleton(tree: Any) -> Any:
 
 def _skeleton(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {str(key): _skeleton(tree[key]) for key in _keys(tree)}
+        nesting = {str(key): _skeleton(tree[key]) for key in _keys(tree)}
+        if len(nesting) < len(tree):  # ranks without a template would miss a leaf
+            raise InvalidArgumentError(
+                f"structure: two of the keys {list(tree)[:4]} have the same text, by which ranks "
+                "tell keys apart; use strings."
+            )
+        return nesting
     if isinstance(tree, (list, tuple)):
         return [_skeleton(item) for item in tree]
     return 0

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collective import Communicator
+from collective import Communicator, InvalidArgumentError
 from collective.backends.threads import ThreadsBackend
 from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
@@ -108,3 +108,18 @@ def test_message_left_to_python_keeps_deadline_of_call(options: dict[str, float]
             comm.recv(np.zeros(3), 1, **options)
 
     run_ranks(2, program, backend=Leaving)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "5", None, True])
+def test_timeout_that_is_no_positive_number_is_refused(seconds: Any) -> None:
+    def set_timeout(comm: Communicator) -> None:
+        usual = comm.timeout
+        with pytest.raises(InvalidArgumentError, match="expected a positive number of seconds"):
+            comm.timeout = seconds
+        assert comm.timeout == usual
+
+    run_ranks(1, set_timeout)
+
+
+def test_timeout_too_long_for_a_float_never_expires() -> None:
+    run_ranks(1, lambda comm: comm.all_reduce(np.ones(2), timeout=10**400))

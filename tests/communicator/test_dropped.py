@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -54,3 +55,22 @@ def test_peer_lost_error_names_rank_that_dropped_communicator(transport: str) ->
         *texts, _ = run_ranks(3, _lost, backend=transport)
     for text in texts:
         assert "rank 2 has dropped its communicator without closing it" in text
+
+
+def _descriptors(comm: Communicator) -> int:
+    """Return how many descriptors remain of groups dropped with a message in flight."""
+    before = 0
+    for turn in range(6):
+        group: Any = comm.dup()
+        group.recv(None, 1 - comm.rank, async_op=True)
+        del group
+        gc.collect()
+        comm.barrier()
+        if turn == 1:
+            before = len(os.listdir("/proc/self/fd"))
+    return len(os.listdir("/proc/self/fd")) - before
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_dropped_communicator_with_message_in_flight_leaves_no_descriptor(transport: str) -> None:
+    assert run_ranks(2, _descriptors, backend=transport) == [0, 0]

@@ -103,6 +103,24 @@ def test_producer_given_as_out_is_returned(comm: Communicator) -> None:
     assert comm.all_reduce(x, out=x) is x
 
 
+class _Copier(Producer):
+    """Array that exports a copy of its memory."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.copy().__dlpack__(**options)
+
+
+@on_ranks("ranks")
+def test_producer_that_exports_a_copy_is_refused_as_out(comm: Communicator) -> None:
+    x, out = np.ones(3), _Copier(np.zeros(3))
+    for call in (comm.all_reduce, comm.broadcast):
+        with pytest.raises(InvalidArgumentError, match="gives a copy of its memory"):
+            call(x, out=out)
+    with pytest.raises(InvalidArgumentError, match="gives a copy of its memory"):
+        comm.recv(out, (comm.rank + 1) % comm.size)
+    assert comm.all_reduce(_Copier(x)).tolist() == [comm.size] * 3
+
+
 @on_ranks("ranks")
 def test_broadcast_of_structure_returns_same_object_at_root(comm: Communicator) -> None:
     x = {"a": np.arange(3.0)}

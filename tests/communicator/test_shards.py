@@ -89,6 +89,9 @@ def _refused(comm: Any, case: str) -> str:
         "too few rows": lambda: comm.all_reduce(np.ones((1, 2)), order=shards),
         "a number": lambda: comm.all_reduce(1.0, order=shards),
         "other size": lambda: comm.all_reduce(np.ones((4, 2)), order=Shards(4, _of(0, 1))),
+        "other numbers": lambda: comm.all_reduce(
+            np.ones((2, 2)), order=Shards(4, _of(1 - comm.rank, 2))
+        ),
         "not full": lambda: comm.all_reduce(fold, order=shards),
         "other op": lambda: comm.all_reduce(fold, op="prod", order=shards),
         "out of another shape": lambda: comm.all_reduce(
@@ -109,6 +112,7 @@ def _refused(comm: Any, case: str) -> str:
         ("too few rows", "ShapeError: all_reduce: an array of shape (1, 2); expected a first axis"),
         ("a number", "ShapeError: all_reduce: an array of shape ()"),
         ("other size", "InvalidArgumentError: all_reduce: order divides the shards among 1 ranks"),
+        ("other numbers", "InvalidArgumentError: all_reduce: order is a division by another"),
         ("not full", "InvalidArgumentError: all_reduce: a ShardFold of 1 shards; this rank has 2"),
         ("other op", "InvalidArgumentError: all_reduce: a ShardFold with op sum of"),
         ("out of another shape", "ShapeError: all_reduce: out has shape (2, 3); the result has"),

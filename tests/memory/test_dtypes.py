@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -71,6 +72,7 @@ def test_from_numpy_accepts_other_spellings(given: type, name: str) -> None:
         pytest.param("m8[s]", id="duration"),
         pytest.param([("a", "f4")], id="record"),
         pytest.param(np.dtype("f4").newbyteorder(), id="foreign-order"),
+        pytest.param(np.dtype(ml_dtypes.bfloat16).newbyteorder(), id="foreign-order-bfloat16"),
         pytest.param(np.longdouble, id="longdouble"),
     ],
 )

@@ -118,6 +118,15 @@ def test_scatter_of_dict_without_template_keeps_integer_keys(comm):
 
 
 @on_ranks("pair")
+def test_dict_with_two_keys_of_one_text_is_refused(comm):
+    x = {0.1: np.ones(1), np.float16(0.1): np.zeros(1)}
+    assert len(x) == 2
+    for call in (comm.all_reduce, comm.all_gather, comm.broadcast):
+        with pytest.raises(InvalidArgumentError, match="have the same text"):
+            call(x)
+
+
+@on_ranks("pair")
 def test_scatter_with_different_template_uses_nesting_of_root(comm):
     received = comm.scatter([np.arange(2), np.arange(2)] if comm.rank == 0 else [])
     assert [piece.tolist() for piece in received] == [[comm.rank]] * 2

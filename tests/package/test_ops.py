@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,6 +82,40 @@ def test_user_op_of_non_callable_raises_invalid_argument(function: object) -> No
 def test_user_ops_are_equal_only_if_functions_are() -> None:
     assert user_op(np.add) == user_op(np.add)
     assert user_op(lambda a, b: a) != user_op(lambda a, b: b)
+
+
+def test_operators_of_equal_functions_of_other_values_differ() -> None:
+    @dataclass(frozen=True)
+    class Blend:
+        name: str
+        share: float = field(compare=False)
+
+        def __call__(self, a: Any, b: Any) -> Any:
+            return a + self.share * b
+
+    half, third = Blend("blend", 1 / 2), Blend("blend", 1 / 3)
+    assert half == third
+    assert user_op(half) != user_op(third)
+    assert user_op(half) == user_op(half)
+    assert user_op(half.__call__) == user_op(half.__call__)
+
+
+def test_operator_of_unhashable_function_has_a_hash() -> None:
+    @dataclass
+    class Blend:
+        share: float
+
+        def __call__(self, a: Any, b: Any) -> Any:
+            return a + self.share * b
+
+    blend = Blend(1 / 2)
+    assert {user_op(blend): 1}[user_op(blend)] == 1
+
+
+def test_premul_sums_of_both_zeros_differ() -> None:
+    assert premul_sum(0.0) != premul_sum(-0.0)
+    assert premul_sum(2) == premul_sum(2.0)
+    assert hash(premul_sum(2)) == hash(premul_sum(2.0))
 
 
 def test_operator_is_immutable() -> None:

@@ -55,6 +55,12 @@ class ShardedFold(Call):
                 f"communicator has {path.size} {path.who}. Divide them among its ranks: "
                 f"collective.Shards({shards.total}, comm)."
             )
+        if shards.mine != shards.held_by(path.rank):  # such as a group in another order
+            raise InvalidArgumentError(
+                f"{call.operation}: order is a division by another communicator, in which this "
+                f"rank has another number {path.who}. Divide the shards among the ranks of this "
+                f"one: collective.Shards({shards.total}, comm)."
+            )
         self._nesting = nested.skeleton(call.x)
         self._leaves = leaves = [_ShardedArray(call, shards, x) for x in nested.flatten(call.x)]
         self._outputs = self._make_outputs() if call.receives else []

@@ -217,6 +217,13 @@ def test_premultiplied_sum_scales_and_is_destroyed(ranks: Ranks, dtype: str) -> 
     assert len(ranks.fake.log("ncclRedOpDestroy")) == 2
 
 
+def test_premultiplied_sums_by_both_zeros_are_two_operators(ranks: Ranks) -> None:
+    (comm,) = ranks.create(1)
+    zero, minus_zero = (comm.premul_sum(factor, BY_NAME["float32"]) for factor in (0.0, -0.0))
+    assert zero != minus_zero
+    comm.destroy(within())
+
+
 def test_premultiplied_operators_are_bounded(ranks: Ranks) -> None:
     (comm,) = ranks.create(1)
     for number in range(200):
