@@ -7,6 +7,7 @@ optimizations toward training trillion parameter models", SC 2020.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import weakref
@@ -25,6 +26,7 @@ from collective.inner import (
     shares,
 )
 from collective.training.elastic_copies import copied, mapped
+from collective.training.elastic_state import register
 from collective.training.replicas import few
 
 from .wrapped import announce
@@ -108,8 +110,9 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         self._loads = [0] * self._comm.size  # elements of each rank's share
         shares = [self._shared(group) for group in self.param_groups]
         # Optimizer classes need at least one parameter. A rank without a share passes an empty
-        # one, which never gets a gradient.
-        self._nothing = torch.zeros(0, device="cpu", requires_grad=True)
+        # one, which never gets a gradient. Some classes require two dimensions.
+        axes = max(1, next(iter(self._owners)).dim())
+        self._nothing = torch.zeros([0] * axes, device="cpu", requires_grad=True)
         if not any(share["params"] for share in shares):
             shares[0]["params"] = [self._nothing]
         self._local = self._made(shares)
@@ -253,7 +256,8 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         numbers = {number: parameter for parameter, number in self._numbers().items()}
         of_name = {name: numbers[index] for index, name in enumerate(names)}
-        _take_options(self.param_groups, state_dict["param_groups"])
+        # Options may be tensors, which schedulers and optimizers change in place.
+        _take_options(self.param_groups, copy.deepcopy(state_dict["param_groups"]))
         local = self._local.state_dict()
         places: dict[Any, int] = {}
         for group, packed in zip(self._local.param_groups, local["param_groups"]):
@@ -263,7 +267,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
             for name, state in state_dict["state"].items()
             if of_name[name] in places
         }
-        self._local.load_state_dict(local)
+        load_optimizer(self._local, local)
         self._has_state = bool(state_dict["state"])
 
     # -- losses of ranks ------------------------------------------------------------------
@@ -280,7 +284,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
             "rank": self._comm.rank,
             "size": self._comm.size,
             "owners": [self._owners[parameter] for parameter in self._numbers()],
-            "groups": self._groups(),
+            "groups": copied(self._groups()),
             "has_state": self._has_state,
         }
 
@@ -345,6 +349,29 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
     def _numbers(self) -> dict[Any, int]:
         parameters = [p for group in self.param_groups for p in group["params"]]
         return {parameter: number for number, parameter in enumerate(parameters)}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Any:
+    """Load a state, and give its tensors the strides of their parameters.
+
+    Fused optimizers go through a parameter and its state by address, and an array that another rank
+    has sent comes in C order.
+    """
+    optimizer.load_state_dict(state)
+    for parameter, entries in optimizer.state.items():
+        for name, value in entries.items():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.shape == parameter.shape
+                and value.layout is torch.strided
+                and value.stride() != parameter.stride()
+            ):
+                room = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                entries[name] = room.detach().copy_(value)
+    return optimizer
+
+
+register(torch.optim.Optimizer, lambda optimizer: optimizer.state_dict(), load_optimizer)
 
 
 def is_share(optimizer: torch.optim.Optimizer) -> bool:

@@ -60,7 +60,10 @@ class StateDict(Protocol):
 
 _registered: dict[type, Keeper] = {}
 #: Adapters that register their own classes, by the package that defines these classes.
-_ADAPTERS = {"chainer": "collective.adapters.chainer.elastic"}
+_ADAPTERS = {
+    "chainer": "collective.adapters.chainer.elastic",
+    "torch": "collective.adapters.torch.sharded_optimizer",
+}
 
 
 def register(

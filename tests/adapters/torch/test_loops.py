@@ -200,6 +200,31 @@ def test_sharded_optimizer_with_few_parameters_accepts_new_group(comm: Any) -> N
 
 
 @on_ranks("pool")
+def test_sharded_optimizer_keeps_copies_of_options_that_are_tensors(comm: Any) -> None:
+    model = model_of()
+    options: Any = {"lr": torch.tensor(0.05)}
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.Adam, comm, **options)
+    kept, state = optimizer.keep_shards(), optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    optimizer.param_groups[0]["lr"].fill_(5.0)  # as schedulers do
+    assert state["param_groups"][0]["lr"].item() == pytest.approx(0.05)
+    optimizer.restore_shards(kept)
+    optimizer.param_groups[0]["lr"].fill_(5.0)
+    optimizer.restore_shards(kept)
+    assert optimizer.param_groups[0]["lr"].item() == pytest.approx(0.05)
+
+
+@on_ranks("pool")
+def test_sharded_optimizer_of_matrices_needs_no_share_on_each_rank(comm: Any) -> None:
+    matrix, alone = (nn.Parameter(torch.eye(3)) for _ in range(2))
+    optimizers = ShardedOptimizer([matrix], torch.optim.Muon, comm), torch.optim.Muon([alone])
+    for parameter, optimizer in zip((matrix, alone), optimizers):
+        parameter.grad = torch.arange(9.0).reshape(3, 3)
+        optimizer.step()
+    assert torch.equal(matrix, alone)
+
+
+@on_ranks("pool")
 def test_sharded_optimizer_with_different_parameters_raises(comm: Any) -> None:
     parameter = nn.Parameter(torch.ones(3 + (comm.rank == 1)))
     with pytest.raises(collective.MismatchError, match=r"\[4\] on rank 1, but .*\[3\] on rank 0"):
