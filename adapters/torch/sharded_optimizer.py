@@ -223,10 +223,20 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
 
         Collective: every rank calls it, and gets the whole state, on the CPU.
         """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
         share = mapped(self._share(), lambda _, x: x.detach().cpu() if torch.is_tensor(x) else x)
         shares = self._comm.all_gather_object(share, pickle=True)
         state = {number: kept for part in shares for number, kept in part.items()}
-        return {"state": dict(sorted(state.items())), "param_groups": self._groups()}
+        result = {"state": dict(sorted(state.items())), "param_groups": self._groups()}
+        return self._passed_to(self._optimizer_state_dict_post_hooks, result)
+
+    def _passed_to(self, hooks: dict[int, Callable[..., Any]], state: Any) -> Any:
+        """Return a state, or that by which hooks of PyTorch's base class replace it."""
+        for hook in hooks.values():
+            replacement = hook(self, state)
+            state = state if replacement is None else replacement
+        return state
 
     def _share(self) -> dict[int, dict[str, Any]]:
         """Return this rank's part of the state, by the parameters' numbers."""
@@ -245,6 +255,12 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
             InvalidArgumentError: the numbers of parameters in the state's groups differ from this
                 optimizer's.
         """
+        hooks = self._optimizer_load_state_dict_pre_hooks
+        self._load_whole(self._passed_to(hooks, state_dict.copy()))
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _load_whole(self, state_dict: dict[str, Any]) -> None:
         assert self._local is not None
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         own_sizes = [len(group["params"]) for group in self.param_groups]
@@ -327,7 +343,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
     def _load(self, states: Mapping[int, Any], kept: dict[str, Any]) -> None:
         # An optimizer changes the tensors of a loaded state in place, and the shares in `kept` may
         # have to be restored once more. So it gets copies.
-        self.load_state_dict({"state": copied(dict(states)), "param_groups": kept["groups"]})
+        self._load_whole({"state": copied(dict(states)), "param_groups": kept["groups"]})
         self._has_state = kept["has_state"]
 
     def _groups(self) -> list[dict[str, Any]]:

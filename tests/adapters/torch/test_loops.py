@@ -215,6 +215,20 @@ def test_sharded_optimizer_keeps_copies_of_options_that_are_tensors(comm: Any) -
 
 
 @on_ranks("pool")
+def test_sharded_optimizer_calls_the_hooks_of_its_state(comm: Any) -> None:
+    model, calls = model_of(), []
+    optimizer: Any = ShardedOptimizer(model.parameters(), torch.optim.SGD, comm, lr=0.1)
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("before"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "more": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append(state.pop("more")))
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("after"))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert calls == ["before", 1, "after"]
+    assert "more" in state
+
+
+@on_ranks("pool")
 def test_sharded_optimizer_of_matrices_needs_no_share_on_each_rank(comm: Any) -> None:
     matrix, alone = (nn.Parameter(torch.eye(3)) for _ in range(2))
     optimizers = ShardedOptimizer([matrix], torch.optim.Muon, comm), torch.optim.Muon([alone])
