@@ -68,7 +68,7 @@ def copy_optimizer(optimizer: Any) -> dict[str, Any]:
         },
         "rules": {
             name: [
-                rule.t,
+                _numbers(rule),
                 rule.state,
                 _own(rule.hyperparam),
                 getattr(rule._fp32_param, "array", None),
@@ -86,10 +86,16 @@ def load_optimizer(optimizer: Any, kept: dict[str, Any]) -> Any:
         setattr(actual.hyperparam, name, value)
     vars(actual).update(kept["scaling"])
     for name, rule in _rules(actual):
-        rule.t, rule._state, own, wide = kept["rules"][name]
+        numbers, rule._state, own, wide = kept["rules"][name]
+        vars(rule).update(numbers)
         vars(rule.hyperparam).update(own)
         rule._fp32_param = None if wide is None else chainer.Parameter(wide)
     return optimizer
+
+
+def _numbers(rule: Any) -> dict[str, Any]:
+    """Return a rule's counts and flags, also those that Chainer's snapshots leave out."""
+    return {name: value for name, value in vars(rule).items() if type(value) in (bool, int, float)}
 
 
 def _own(hyperparameters: Any) -> dict[str, Any]:

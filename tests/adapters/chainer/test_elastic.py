@@ -282,6 +282,22 @@ def test_restore_brings_back_scales_rates_and_wide_parameters(comm):
     assert steps() == later
 
 
+@on("threads-1")
+def test_restore_brings_back_counts_in_attributes_of_rules(comm):
+    link, inputs, targets = made()
+    optimizer = chainer.optimizers.MSVAG().setup(link)
+    state = elastic.State(comm, model=link, optimizer=optimizer)
+
+    def outcome_of_steps() -> bytes:
+        for _ in range(2):
+            step(link, optimizer, inputs, targets)
+        return b"".join(p.array.tobytes() for _, p in sorted(link.namedparams()))
+
+    fresh = outcome_of_steps()
+    state.restore()
+    assert outcome_of_steps() == fresh
+
+
 @on("threads-2")
 def test_joined_rank_gets_the_dynamic_loss_scale(comm):
     link, inputs, targets = made()
