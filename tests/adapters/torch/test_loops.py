@@ -79,6 +79,17 @@ def test_sync_gradients_fills_gradients_missing_on_some_ranks(comm: Any) -> None
     assert words.grad.to_dense().tolist() == [[0, 0], [0, 0], [1, 1], [0, 0]]
 
 
+@on_ranks("pool")
+def test_sync_gradients_adds_sparse_and_dense_gradients(comm: Any) -> None:
+    words = nn.Parameter(torch.zeros(3, 2))
+    words.grad = torch.ones(3, 2)
+    if comm.rank == 0:
+        words.grad = torch.sparse_coo_tensor([[2]], torch.ones(1, 2), (3, 2), check_invariants=True)
+    sync_gradients([words], comm, op="sum")
+    others = comm.size - 1
+    assert words.grad.tolist() == [[others] * 2, [others] * 2, [others + 1] * 2]
+
+
 # -- sharded optimizer state ----------------------------------------------------------------------
 
 
