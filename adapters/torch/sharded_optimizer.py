@@ -229,7 +229,8 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         shares = self._comm.all_gather_object(share, pickle=True)
         state = {number: kept for part in shares for number, kept in part.items()}
         result = {"state": dict(sorted(state.items())), "param_groups": self._groups()}
-        return self._passed_to(self._optimizer_state_dict_post_hooks, result)
+        whole: dict[str, Any] = self._passed_to(self._optimizer_state_dict_post_hooks, result)
+        return whole
 
     def _passed_to(self, hooks: dict[int, Callable[..., Any]], state: Any) -> Any:
         """Return a state, or that by which hooks of PyTorch's base class replace it."""
