@@ -52,17 +52,29 @@ def load_serialized(target: Any, kept: dict[str, Any]) -> Any:
 
 
 def copy_optimizer(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's counts, hyperparameters and the state of each parameter's rule.
+    """Return an optimizer's counts, hyperparameters and loss scale, and the state of its rules.
 
     The optimizer's ``serialize()`` is not used, because it cannot restore the state before the
-    first step.
+    first step. It also leaves out hyperparameters, a dynamic loss scale, and the float32 copies of
+    float16 parameters.
     """
     actual = _actual(optimizer)
     return {
         "t": actual.t,
         "epoch": actual.epoch,
         "hyperparameters": actual.hyperparam.get_dict(),
-        "rules": {name: [rule.t, rule.state] for name, rule in _rules(actual)},
+        "scaling": {
+            name: value for name, value in vars(actual).items() if name.startswith("_loss_scal")
+        },
+        "rules": {
+            name: [
+                _numbers(rule),
+                rule.state,
+                _own(rule.hyperparam),
+                getattr(rule._fp32_param, "array", None),
+            ]
+            for name, rule in _rules(actual)
+        },
     }
 
 
@@ -72,11 +84,23 @@ def load_optimizer(optimizer: Any, kept: dict[str, Any]) -> Any:
     actual.t, actual.epoch = kept["t"], kept["epoch"]
     for name, value in kept["hyperparameters"].items():
         setattr(actual.hyperparam, name, value)
+    vars(actual).update(kept["scaling"])
     for name, rule in _rules(actual):
-        rule.t, rule._state = kept["rules"][name]
-        # The rule makes this copy again from the parameter, as after a snapshot is read.
-        rule._fp32_param = None
+        numbers, rule._state, own, wide = kept["rules"][name]
+        vars(rule).update(numbers)
+        vars(rule.hyperparam).update(own)
+        rule._fp32_param = None if wide is None else chainer.Parameter(wide)
     return optimizer
+
+
+def _numbers(rule: Any) -> dict[str, Any]:
+    """Return a rule's counts and flags, also those that Chainer's snapshots leave out."""
+    return {name: value for name, value in vars(rule).items() if type(value) in (bool, int, float)}
+
+
+def _own(hyperparameters: Any) -> dict[str, Any]:
+    """Return the hyperparameters of a rule that differ from its optimizer's."""
+    return {name: value for name, value in vars(hyperparameters).items() if name != "_parent"}
 
 
 def _actual(optimizer: Any) -> Any:

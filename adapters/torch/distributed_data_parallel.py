@@ -47,6 +47,7 @@ from .synchronous import all_reduce_sparse, broadcast_tensors, empty_sparse
 from .wrapped import (
     Snapshot,
     announce,
+    memory_order,
     refuse_max_norm,
     trained_parameters,
     with_prefix,
@@ -238,7 +239,10 @@ class DistributedDataParallel(nn.Module):
         )
         self._gradients = Gradients(
             self.comm,
-            [Parameter(n, tuple(p.shape), str(p.dtype).rpartition(".")[2]) for n, p in named],
+            [
+                Parameter(n, tuple(p.shape), str(p.dtype).rpartition(".")[2], memory_order(p))
+                for n, p in named
+            ],
             like=next(module.parameters()).detach(),
             bucket_bytes=self._bucket_bytes,
             reduce=passes or self._reduce,
@@ -609,7 +613,7 @@ class DistributedDataParallel(nn.Module):
                 grad = grad.to_dense()
             # The gradient of a large dense layer is already in the view's memory, as another
             # tensor (see dense.py).
-            if grad.data_ptr() != view.data_ptr() or not grad.is_contiguous():
+            if grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
                 view.copy_(grad)
             parameter.grad = view
         if self._passes.arrive(number, self._sync):

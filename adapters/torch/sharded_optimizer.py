@@ -7,6 +7,7 @@ optimizations toward training trillion parameter models", SC 2020.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import weakref
@@ -25,6 +26,7 @@ from collective.inner import (
     shares,
 )
 from collective.training.elastic_copies import copied, mapped
+from collective.training.elastic_state import register
 from collective.training.replicas import few
 
 from .wrapped import announce
@@ -108,8 +110,9 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         self._loads = [0] * self._comm.size  # elements of each rank's share
         shares = [self._shared(group) for group in self.param_groups]
         # Optimizer classes need at least one parameter. A rank without a share passes an empty
-        # one, which never gets a gradient.
-        self._nothing = torch.zeros(0, device="cpu", requires_grad=True)
+        # one, which never gets a gradient. Some classes require two dimensions.
+        axes = max(1, next(iter(self._owners)).dim())
+        self._nothing = torch.zeros([0] * axes, device="cpu", requires_grad=True)
         if not any(share["params"] for share in shares):
             shares[0]["params"] = [self._nothing]
         self._local = self._made(shares)
@@ -220,10 +223,21 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
 
         Collective: every rank calls it, and gets the whole state, on the CPU.
         """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
         share = mapped(self._share(), lambda _, x: x.detach().cpu() if torch.is_tensor(x) else x)
         shares = self._comm.all_gather_object(share, pickle=True)
         state = {number: kept for part in shares for number, kept in part.items()}
-        return {"state": dict(sorted(state.items())), "param_groups": self._groups()}
+        result = {"state": dict(sorted(state.items())), "param_groups": self._groups()}
+        whole: dict[str, Any] = self._passed_to(self._optimizer_state_dict_post_hooks, result)
+        return whole
+
+    def _passed_to(self, hooks: dict[int, Callable[..., Any]], state: Any) -> Any:
+        """Return a state, or that by which hooks of PyTorch's base class replace it."""
+        for hook in hooks.values():
+            replacement = hook(self, state)
+            state = state if replacement is None else replacement
+        return state
 
     def _share(self) -> dict[int, dict[str, Any]]:
         """Return this rank's part of the state, by the parameters' numbers."""
@@ -242,6 +256,12 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
             InvalidArgumentError: the numbers of parameters in the state's groups differ from this
                 optimizer's.
         """
+        hooks = self._optimizer_load_state_dict_pre_hooks
+        self._load_whole(self._passed_to(hooks, state_dict.copy()))
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _load_whole(self, state_dict: dict[str, Any]) -> None:
         assert self._local is not None
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         own_sizes = [len(group["params"]) for group in self.param_groups]
@@ -253,7 +273,8 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         numbers = {number: parameter for parameter, number in self._numbers().items()}
         of_name = {name: numbers[index] for index, name in enumerate(names)}
-        _take_options(self.param_groups, state_dict["param_groups"])
+        # Options may be tensors, which schedulers and optimizers change in place.
+        _take_options(self.param_groups, copy.deepcopy(state_dict["param_groups"]))
         local = self._local.state_dict()
         places: dict[Any, int] = {}
         for group, packed in zip(self._local.param_groups, local["param_groups"]):
@@ -263,7 +284,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
             for name, state in state_dict["state"].items()
             if of_name[name] in places
         }
-        self._local.load_state_dict(local)
+        load_optimizer(self._local, local)
         self._has_state = bool(state_dict["state"])
 
     # -- losses of ranks ------------------------------------------------------------------
@@ -280,7 +301,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
             "rank": self._comm.rank,
             "size": self._comm.size,
             "owners": [self._owners[parameter] for parameter in self._numbers()],
-            "groups": self._groups(),
+            "groups": copied(self._groups()),
             "has_state": self._has_state,
         }
 
@@ -323,7 +344,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
     def _load(self, states: Mapping[int, Any], kept: dict[str, Any]) -> None:
         # An optimizer changes the tensors of a loaded state in place, and the shares in `kept` may
         # have to be restored once more. So it gets copies.
-        self.load_state_dict({"state": copied(dict(states)), "param_groups": kept["groups"]})
+        self._load_whole({"state": copied(dict(states)), "param_groups": kept["groups"]})
         self._has_state = kept["has_state"]
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -345,6 +366,29 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
     def _numbers(self) -> dict[Any, int]:
         parameters = [p for group in self.param_groups for p in group["params"]]
         return {parameter: number for number, parameter in enumerate(parameters)}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Any:
+    """Load a state, and give its tensors the strides of their parameters.
+
+    Fused optimizers go through a parameter and its state by address, and an array that another rank
+    has sent comes in C order.
+    """
+    optimizer.load_state_dict(state)
+    for parameter, entries in optimizer.state.items():
+        for name, value in entries.items():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.shape == parameter.shape
+                and value.layout is torch.strided
+                and value.stride() != parameter.stride()
+            ):
+                room = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                entries[name] = room.detach().copy_(value)
+    return optimizer
+
+
+register(torch.optim.Optimizer, lambda optimizer: optimizer.state_dict(), load_optimizer)
 
 
 def is_share(optimizer: torch.optim.Optimizer) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,6 @@ from torch import nn
 
 from collective import InvalidArgumentError
 from collective.inner import Op, StateEntry, call_in_place, comm_or_current, refuse_differences
-from collective.training.elastic_copies import digest_of
 
 if TYPE_CHECKING:
     from collective import Communicator
@@ -74,7 +74,7 @@ def sync_gradients(
 
     Gradients of the same dtype are sent in one message. :class:`DistributedDataParallel` starts
     earlier and makes no copies. If a parameter has a gradient on some ranks, it counts as zeros on
-    the other ranks.
+    the other ranks. If it is sparse on some ranks and dense on others, it becomes dense.
 
     Collective: every rank calls it, with the same parameters.
 
@@ -98,13 +98,14 @@ def sync_gradients(
     # For each parameter: the number of indexed axes of a sparse gradient, -1 for a dense gradient,
     # None without a gradient.
     kinds_here = [None if p.grad is None else _sparse_dim(p.grad) for p in trained]
-    replies = comm.all_gather_object((digest_of(described), kinds_here))
-    if any(digest != replies[0][0] for digest, _ in replies):
+    digest = blake2b(repr(described).encode(), digest_size=16).digest()
+    replies = comm.all_gather_object((digest, kinds_here))
+    if any(other != replies[0][0] for other, _ in replies):
         every = comm.all_gather_object(described)
         remedy = "Pass the same parameters on every rank, with the same ones frozen."
         refuse_differences("sync_gradients", "parameters", every, comm, remedy)
     columns = zip(*(theirs for _, theirs in replies))
-    kinds = [next((kind for kind in column if kind is not None), None) for column in columns]
+    kinds = [_joint_kind({kind for kind in column if kind is not None}) for column in columns]
     dense = []
     for parameter, kind in zip(trained, kinds):
         if kind is None:
@@ -113,11 +114,18 @@ def sync_gradients(
             zeros = torch.zeros_like(parameter)
             parameter.grad = zeros if kind < 0 else empty_sparse(zeros, kind)
         if kind < 0:
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
             dense.append(parameter.grad)
         else:
             parameter.grad = all_reduce_sparse(parameter.grad, comm, op)
     if dense:
         comm.all_reduce(dense, op=op, out=dense)
+
+
+def _joint_kind(kinds: set[int]) -> int | None:
+    """Return how the ranks send a gradient, given its kinds on the ranks that have one."""
+    return -1 if len(kinds) > 1 else next(iter(kinds), None)
 
 
 def _sparse_dim(grad: torch.Tensor) -> int:

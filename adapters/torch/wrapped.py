@@ -8,6 +8,7 @@ from operator import attrgetter, is_, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from collective import InvalidArgumentError, UnsupportedError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _PREFIX = "module."
 _VALUES = methodcaller("values")
 _FACTS = attrgetter("requires_grad", "dtype", "device", "shape")
+_STRIDES = torch.Tensor.stride
 _END = object()
 #: Number of changes that a text lists.
 _LISTED = 3
@@ -50,6 +52,8 @@ class Snapshot:
         self._named = dict(self._module.named_parameters(remove_duplicate=False))
         self._parameters = list(dict.fromkeys(self._named.values()))
         self._facts = [*map(_FACTS, self._parameters)]
+        self._matrices = [p for p in self._parameters if p.dim() > 1]
+        self._strides = [*map(_STRIDES, self._matrices)]
 
     def differs(self) -> bool:
         """Return whether a parameter or a part of the module has changed in some way."""
@@ -58,6 +62,7 @@ class Snapshot:
             any(self._empty)
             or not all(map(is_, present, self._entries))
             or [*map(_FACTS, self._parameters)] != self._facts
+            or [*map(_STRIDES, self._matrices)] != self._strides
         )
 
     @property
@@ -68,10 +73,12 @@ class Snapshot:
 
     @property
     def has_same_tensors(self) -> bool:
-        """Whether no parameter was added, removed or replaced, or changed its dtype or shape."""
+        """Whether no parameter was added, removed or replaced, or changed its dtype or layout."""
         facts = [*map(_FACTS, self._parameters)]
-        return set(self._module.parameters()) == set(self._parameters) and all(
-            before[1:] == now[1:] for before, now in zip(self._facts, facts)
+        return (
+            set(self._module.parameters()) == set(self._parameters)
+            and all(before[1:] == now[1:] for before, now in zip(self._facts, facts))
+            and [*map(_STRIDES, self._matrices)] == self._strides
         )
 
     def changes(self) -> list[str]:
@@ -81,12 +88,15 @@ class Snapshot:
         """
         present = dict(self._module.named_parameters(remove_duplicate=False))
         facts = dict(zip(self._parameters, self._facts))
+        strides = dict(zip(self._matrices, self._strides))
         clauses = {}
         for name, parameter in present.items():
             if parameter not in facts:
                 clauses[parameter] = f"{name} was {'replaced' if name in self._named else 'added'}"
             elif (now := _FACTS(parameter)) != (before := facts[parameter]):
                 clauses[parameter] = f"{name} {_changed(before, now)}"
+            elif (steps := parameter.stride()) != strides.get(parameter, steps):
+                clauses[parameter] = f"{name} took the strides {steps} (had {strides[parameter]})"
         there = set(present.values())
         for name, parameter in self._named.items():
             if parameter not in there and name not in present:
@@ -120,6 +130,19 @@ def announce(comm: Communicator, call: str, changes: Sequence[str]) -> None:
     if len(changes) > _LISTED:
         listed += f" and {len(changes) - _LISTED} more"
     comm.inner.on_host.all_gather({f"{call}: {listed}": np.zeros(1, np.uint8)})
+
+
+def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return a parameter's axes in the order of its memory; empty: C order, or memory with gaps.
+
+    Autograd gives gradients this order, too, and fused optimizers rely on it: they go through
+    parameter, gradient and state by address.
+    """
+    if parameter.is_contiguous():
+        return ()
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    stored = parameter.detach().permute(order)
+    return tuple(order) if stored.is_contiguous() else ()
 
 
 def trained_parameters(
@@ -180,13 +203,28 @@ def without_prefix(
     inner = prefix + _PREFIX
     for name in [name for name in state if name.startswith(inner)]:
         state[prefix + name[len(inner) :]] = state.pop(name)
+    # Parts find the version of their state by their name. The names in the wrapper stay, for the
+    # wrapper itself.
+    versions = getattr(state, "_metadata", {})
+    versions.update(
+        (f"{prefix}{name[len(inner) :]}".removesuffix("."), version)
+        for name, version in list(versions.items())
+        if f"{name}.".startswith(inner)
+    )
 
 
 def with_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Rename the entries of a state to the wrapper's names, if they are the bare module's."""
     inner = prefix + _PREFIX
-    bare = {prefix + name for name, _ in module.module.named_parameters()}
+    own = chain(
+        module.module.named_parameters(remove_duplicate=False),
+        module.module.named_buffers(remove_duplicate=False),
+    )
+    bare = {prefix + name for name, _ in own}
     if not any(name in bare for name in state):
         return
     for name in [name for name in state if name.startswith(prefix)]:
         state[inner + name[len(prefix) :]] = state.pop(name)
+    # Only the outermost module gets the versions. `state` is a copy, but they are the caller's.
+    versions = getattr(state, "_metadata", {})
+    versions.update({f"{_PREFIX}{name}".removesuffix("."): v for name, v in versions.items()})

@@ -105,7 +105,8 @@ class TopK:
             )
         self._comm = comm_or_current(comm, "TopK")
         self._share = share
-        self._left: dict[tuple[int, ...], Any] = {}
+        # By the gradients' numbers, because the buckets are laid out again after the first pass.
+        self._left: dict[int, Any] = {}
 
     def rebind(self, comm: Communicator) -> None:
         """Continue with another communicator."""
@@ -113,14 +114,17 @@ class TopK:
 
     @np.errstate(all="ignore")
     def __call__(self, bucket: Bucket) -> Work[Any]:
-        array, key = bucket.array, tuple(bucket.members)
+        array = bucket.array
         xp = _namespace(array)
-        residual = array + self._left[key] if key in self._left else xp.asarray(array, copy=True)
-        count = max(1, math.ceil(self._share * residual.shape[0]))
-        places = _largest(xp, xp.abs(residual), count)
-        values = xp.take(residual, places, axis=0)
-        residual[places] = 0
-        self._left[key] = residual
+        for number, view in zip(bucket.members, bucket.views):
+            if number in self._left:
+                view += self._left[number]
+        count = max(1, math.ceil(self._share * array.shape[0]))
+        places = _largest(xp, xp.abs(array), count)
+        values = xp.take(array, places, axis=0)
+        array[places] = 0
+        for number, view in zip(bucket.members, bucket.views):
+            self._left[number] = xp.asarray(view, copy=True)
         size = self._comm.size
         works = [
             self._comm.all_gather(payload, counts=[count] * size, async_op=True)
@@ -171,14 +175,16 @@ class PowerSGD:
     @np.errstate(all="ignore")
     def __call__(self, bucket: Bucket) -> Work[Any]:
         xp = _namespace(bucket.array)
-        matrices, others = {}, []
+        # A matrix may be a copy: the memory of a gradient need not be in C order.
+        matrices, others, targets = {}, [], []
         for number, view in zip(bucket.members, bucket.views):
             rows = view.shape[0] if view.ndim > 1 else 1
             columns = math.prod(view.shape) // max(1, rows)
             if (rows + columns) * self._rank < rows * columns:
                 matrices[number] = xp.reshape(view, (rows, columns))
+                targets.append(view)
             else:
-                others.append(xp.reshape(view, (-1,)))
+                others.append(view)
         for number, matrix in matrices.items():
             if number in self._left:
                 matrix += self._left[number]
@@ -192,11 +198,13 @@ class PowerSGD:
             parts = _unpacked(packed, [*left, *others])
             for array, part in zip(others, parts[len(left) :]):
                 array[...] = part
-            self._decode(xp, matrices, parts[: len(left)], bucket.array)
+            self._decode(xp, matrices, parts[: len(left)], targets, bucket.array)
 
         return _Then(work, decode)
 
-    def _decode(self, xp: Any, matrices: dict[int, Any], left: list[Any], like: Any) -> None:
+    def _decode(
+        self, xp: Any, matrices: dict[int, Any], left: list[Any], targets: list[Any], like: Any
+    ) -> None:
         """Compute the second factors together with all ranks, and multiply both factors."""
         if not matrices:
             return
@@ -204,11 +212,12 @@ class PowerSGD:
         right = [matrix.T @ basis for matrix, basis in zip(matrices.values(), bases)]
         packed = _packed(xp, right, like)
         self._comm.all_reduce(packed, op="avg", out=packed)
-        for (number, matrix), basis, part in zip(matrices.items(), bases, _unpacked(packed, right)):
+        parts = _unpacked(packed, right)
+        for (number, matrix), basis, part, view in zip(matrices.items(), bases, parts, targets):
             self._right[number] = xp.asarray(part, copy=True)
             approximation = basis @ part.T
             self._left[number] = matrix - approximation
-            matrix[...] = approximation
+            view[...] = xp.reshape(approximation, view.shape)
 
     def _first(self, xp: Any, matrix: Any, number: int) -> Any:
         """Return an orthogonal matrix to start from, the same on all ranks."""

@@ -60,7 +60,10 @@ class StateDict(Protocol):
 
 _registered: dict[type, Keeper] = {}
 #: Adapters that register their own classes, by the package that defines these classes.
-_ADAPTERS = {"chainer": "collective.adapters.chainer.elastic"}
+_ADAPTERS = {
+    "chainer": "collective.adapters.chainer.elastic",
+    "torch": "collective.adapters.torch.sharded_optimizer",
+}
 
 
 def register(
@@ -86,7 +89,11 @@ def _load_state_dict(part: StateDict, kept: Any) -> StateDict:
 
 
 def _load_array(part: Any, kept: Any) -> Any:
-    if isinstance(part, np.generic):  # a scalar, such as a mean, is no memory to write to
+    # A scalar, such as a mean, is no memory to write to. The program may have assigned the part
+    # since the commit, and writing to it would broadcast or cast another value in silence.
+    if isinstance(part, np.generic) or not is_array(kept):
+        return kept
+    if (part.shape, part.dtype) != (kept.shape, kept.dtype):
         return kept
     (part.detach() if hasattr(part, "detach") else part)[...] = kept
     return part

@@ -40,11 +40,27 @@ class Parameter(NamedTuple):
         name: the name that errors print.
         shape: shape of its gradient.
         dtype: name of its gradient's type, such as ``"float32"``.
+        axes: axes in the order of the gradient's memory, the last one contiguous; empty: C order.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    axes: tuple[int, ...] = ()
+
+    @property
+    def layout(self) -> list[str]:
+        """Name and text of all that the ranks must have in common: buckets are folded in order."""
+        order = f" with axes in the order {list(self.axes)}" if self.axes else ""
+        return [self.name, f"{self.dtype}{list(self.shape)}{order}"]
+
+    def view(self, memory: Any) -> Any:
+        """Return the gradient that an array of one dimension holds."""
+        if not self.axes:
+            return memory.reshape(self.shape)
+        stored = memory.reshape([self.shape[axis] for axis in self.axes])
+        places = sorted(range(len(self.axes)), key=self.axes.__getitem__)
+        return stored.permute(places) if hasattr(stored, "permute") else stored.transpose(places)
 
 
 @dataclass
@@ -151,7 +167,7 @@ class Gradients(NotCopied):
 
     def _begin_over(self) -> None:
         """Lay out the buckets over the communicator, as before the first pass."""
-        mine = [[name, f"{dtype}{list(shape)}"] for name, shape, dtype in self.parameters]
+        mine = [parameter.layout for parameter in self.parameters]
         # Ranks that are bound to cores have different ones.
         replies = self.comm.all_gather_object((mine, sorted(os.sched_getaffinity(0))))
         every = [parameters for parameters, _ in replies]
@@ -243,7 +259,7 @@ class Gradients(NotCopied):
             stop = placed[members[-1]][0] + self._extents(members[-1])[1]
             for number in members:
                 at, count = placed[number]
-                self.views[number] = slab[at : at + count].reshape(self.parameters[number].shape)
+                self.views[number] = self.parameters[number].view(slab[at : at + count])
             views = [self.views[number] for number in members]
             last = index == len(closed) - 1
             bucket = Bucket(index, slab[start:stop], members, views, last)

@@ -112,6 +112,14 @@ class Unlucky:
         pass
 
 
+@pytest.mark.parametrize("committed", [None, 2.5, np.ones(1), np.ones(3, np.float32)])
+def test_state_restores_a_part_that_was_another_array_since(one, committed: Any):
+    state = elastic.State(one, part=committed)
+    state.part = np.zeros(3)
+    state.restore()
+    np.testing.assert_array_equal(state.part, committed, strict=isinstance(committed, np.ndarray))
+
+
 def test_state_interrupted_commit_keeps_previous_commit(one):
     state = elastic.State(one, weights=np.zeros(3), unlucky=Unlucky())
     for turn in range(1, 6):

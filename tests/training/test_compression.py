@@ -27,9 +27,10 @@ def engine(comm: Any, like: str, reduce: Any, dtype: str = "float32") -> Gradien
     return Gradients(comm, parameters, like=like, bucket_bytes=4096, first_bytes=64, reduce=reduce)
 
 
-def passed(gradients: Gradients, inputs: list[Any]) -> list[Any]:
+def passed(gradients: Gradients, inputs: list[Any], backwards: bool = False) -> list[Any]:
     """Run a pass over some gradients; return the reduced gradients as NumPy arrays."""
-    for number, (view, values) in enumerate(zip(gradients.views, inputs)):
+    order = list(enumerate(zip(gradients.views, inputs)))
+    for number, (view, values) in reversed(order) if backwards else order:
         view[...] = torch.from_numpy(values) if isinstance(view, torch.Tensor) else values
         gradients.ready(number)
     gradients.finish()
@@ -116,16 +117,15 @@ def test_top_k_of_all_elements_is_exact(comm: Any, like: str) -> None:
 def test_compression_sends_residual_in_later_passes(comm: Any, kind: Any, like: str) -> None:
     """Check that all passes' results and the mean residual add up to the mean of all gradients.
 
-    Later passes send the residuals of earlier passes. The first pass may change the layout of the
-    buckets, so its gradients are zeros and leave no residual.
+    Later passes send the residuals of earlier passes. The first pass changes the layout of the
+    buckets.
     """
     reduce = kind(comm, 0.05) if kind is TopK else kind(comm, 1)
     gradients = engine(comm, like, reduce)
-    passed(gradients, [np.zeros(shape, np.float32) for shape in _SHAPES])
     received = [np.zeros(shape) for shape in _SHAPES]
     expected = [np.zeros(shape) for shape in _SHAPES]
     for step in range(4):
-        reduced = passed(gradients, drawn(comm, step))
+        reduced = passed(gradients, drawn(comm, step), backwards=True)
         received = [a + b for a, b in zip(received, reduced)]
         expected = [a + b for a, b in zip(expected, averages(comm, step))]
     missing = [np.abs(a - b).max() for a, b in zip(received, expected)]
@@ -138,6 +138,22 @@ def test_compression_sends_residual_in_later_passes(comm: Any, kind: Any, like: 
 
 
 # -- low ranks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("like", ["numpy", "torch"])
+@on_ranks("pool")
+def test_powersgd_reads_and_writes_gradients_in_any_order_of_axes(comm: Any, like: str) -> None:
+    shapes = [(30, 40), (5, 16, 3)]  # the second one is sent whole
+    parameters = [
+        Parameter("matrix", shapes[0], "float32", (1, 0)),
+        Parameter("whole", shapes[1], "float32", (2, 0, 1)),
+    ]
+    gradients = Gradients(comm, parameters, like=like, reduce=PowerSGD(comm, 2))
+    rows, columns = (np.random.default_rng(n).standard_normal(shapes[0][n]) for n in range(2))
+    inputs = [np.outer(rows, columns), np.arange(240.0).reshape(shapes[1])]
+    scaled = [(array * (comm.rank + 1)).astype(np.float32) for array in inputs]
+    for array, reduced in zip(inputs, passed(gradients, scaled), strict=True):
+        np.testing.assert_allclose(reduced, array * (comm.size + 1) / 2, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("like", ["numpy", "torch"])

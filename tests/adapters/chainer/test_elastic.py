@@ -256,6 +256,60 @@ def test_restore_brings_back_exact_optimizer_state(comm):
         assert steps() == later != fresh
 
 
+@on("threads-1")
+def test_restore_brings_back_scales_rates_and_wide_parameters(comm):
+    """Check what Chainer's own snapshots leave out."""
+    with chainer.using_config("dtype", np.float16):
+        link = L.Linear(8, 3, initialW=chainer.initializers.One())
+    optimizer = chainer.optimizers.MomentumSGD(0.01).setup(link)
+    optimizer.use_fp32_update()
+    optimizer.loss_scaling(interval=2)
+    rates = link.W.update_rule.hyperparam
+    rates.lr = 1e-4
+    state = elastic.State(comm, model=link, optimizer=optimizer)
+    inputs, targets = np.linspace(0, 1, 16).reshape(2, 8).astype("e"), np.array([0, 2], "i")
+
+    def steps() -> tuple[bytes, float]:
+        for _ in range(3):
+            step(link, optimizer, inputs, targets)
+            rates.lr *= 0.5
+        return link.W.update_rule._fp32_param.array.tobytes(), optimizer._loss_scale
+
+    steps()
+    state.commit()
+    later = steps()
+    state.restore()
+    assert steps() == later
+
+
+@on("threads-1")
+def test_restore_brings_back_counts_in_attributes_of_rules(comm):
+    link, inputs, targets = made()
+    optimizer = chainer.optimizers.MSVAG().setup(link)
+    state = elastic.State(comm, model=link, optimizer=optimizer)
+
+    def outcome_of_steps() -> bytes:
+        for _ in range(2):
+            step(link, optimizer, inputs, targets)
+        return b"".join(p.array.tobytes() for _, p in sorted(link.namedparams()))
+
+    fresh = outcome_of_steps()
+    state.restore()
+    assert outcome_of_steps() == fresh
+
+
+@on("threads-2")
+def test_joined_rank_gets_the_dynamic_loss_scale(comm):
+    link, inputs, targets = made()
+    optimizer = chainer.optimizers.SGD().setup(link)
+    optimizer.loss_scaling(interval=2)
+    if comm.rank == 0:
+        step(link, optimizer, inputs, targets)
+    state = elastic.State(comm, model=link, optimizer=optimizer)
+    state.sync(comm)
+    assert optimizer._loss_scale == 2.0
+
+
 @on("threads-3")
 def test_optimizer_rebind_continues_over_other_ranks(comm):
     link = chainer.Sequential(L.Linear(2, 2, initialW=1), SyncBatchNormalization(2, comm))

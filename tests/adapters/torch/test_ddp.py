@@ -256,6 +256,74 @@ def test_ddp_state_dict_equals_bare_module(comm: Any) -> None:
     outer.load_state_dict(outer.state_dict())
 
 
+class Versioned(nn.Linear):
+    """Layer that notes the version of each state that it loads, as layers of torch.ao do."""
+
+    _version = 3
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        self.loaded = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@on_ranks("two")
+def test_ddp_state_dict_keeps_versions_of_layers(comm: Any) -> None:
+    bare, other = (nn.Sequential(Versioned(2, 2)) for _ in range(2))
+    ddp = DistributedDataParallel(other, comm)
+    bare.load_state_dict(ddp.state_dict())
+    assert bare[0].loaded == 3
+    ddp.load_state_dict(bare.state_dict())
+    assert other[0].loaded == 3
+
+
+@on_ranks("two")
+def test_ddp_loads_a_state_of_buffers_alone(comm: Any) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    ddp = DistributedDataParallel(module, comm)
+    ddp.load_state_dict({"1.running_mean": torch.full((2,), 5.0)}, strict=False)
+    assert module[1].running_mean.tolist() == [5.0, 5.0]
+
+
+def convolutions() -> nn.Module:
+    generator = torch.Generator().manual_seed(2)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3))
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 4
+    return model
+
+
+@pytest.mark.parametrize("wrapped_first", [False, True])
+@on_ranks("pool")
+def test_ddp_gradients_have_the_strides_of_parameters(comm: Any, wrapped_first: bool) -> None:
+    """Fused optimizers go through gradients and parameters by address."""
+    module, alone = convolutions(), convolutions()
+    alone.to(memory_format=torch.channels_last)
+    if not wrapped_first:
+        module.to(memory_format=torch.channels_last)
+    ddp = DistributedDataParallel(module, comm)
+    ddp.to(memory_format=torch.channels_last)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1, fused=True) for m in (ddp, alone)]
+    x = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for _ in range(3):
+        for model, part, optimizer in zip((ddp, alone), (shard(comm, x), x), optimizers):
+            optimizer.zero_grad()
+            model(part).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+        assert a.grad.stride() == a.stride()
+
+
+@on_ranks("two")
+def test_ddp_of_modules_with_different_strides_raises(comm: Any) -> None:
+    module = convolutions()
+    if comm.rank:
+        module.to(memory_format=torch.channels_last)
+    differ = r"2\.weight is float64\[2, 4, 3, 3\] with axes in the order \[0, 2, 3, 1\] on rank 1"
+    with pytest.raises(collective.MismatchError, match=differ):
+        DistributedDataParallel(module, comm)
+
+
 @on_ranks("two")
 def test_ddp_of_different_models_raises(comm: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 3 + comm.rank))

@@ -53,6 +53,10 @@ CHANGES: dict[str, tuple[Any, str]] = {
     ),
     "removed": (lambda m: m[2].register_parameter("bias", None), "2.bias was removed"),
     "dtype": (lambda m: m.double(), "0.weight became float64[4, 3] on cpu (was float32[4, 3]"),
+    "transposed": (
+        lambda m: setattr(m[2].weight, "data", m[2].weight.data.t().contiguous().t()),
+        "2.weight took the strides (1, 2) (had (4, 1))",
+    ),
     "normalised": (lambda m: nn.utils.parametrizations.weight_norm(m[2]), "2.weight was removed"),
 }
 

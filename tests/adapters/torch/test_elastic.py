@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler
 from collective import elastic
 from collective.adapters.torch import (
     DistributedDataParallel,
+    ShardedOptimizer,
     ShardedSampler,
     SyncBatchNorm,
 )
@@ -218,3 +219,36 @@ def test_restore_brings_back_exact_optimizer_state(comm):
     for _ in range(2):  # if restore() shared its copy, the first round would modify that copy
         state.restore()
         assert steps() == later != fresh
+
+
+def _check_moments_after_a_join(comm: Any, sharded: bool) -> None:
+    """Check that a fused optimizer goes on alike after its state came from another rank."""
+    module, alone = (nn.Conv2d(3, 4, 2, bias=False) for _ in range(2))
+    for each in (module, alone):
+        each.to(memory_format=torch.channels_last)
+        each.weight.data.copy_(torch.linspace(-1, 1, 48).reshape(4, 3, 2, 2))
+    adam, options = torch.optim.Adam, {"lr": 0.1, "fused": True}
+    optimizer, plain = (adam(each.parameters(), **options) for each in (module, alone))
+    if sharded:
+        optimizer = ShardedOptimizer(module.parameters(), adam, comm, **options)
+
+    def trained(steps: int) -> None:
+        for _ in range(steps):
+            for each, stepping in ((module, optimizer), (alone, plain)):
+                stepping.zero_grad()
+                each(torch.linspace(0, 1, 48).reshape(1, 3, 4, 4)).square().sum().backward()
+                stepping.step()
+
+    trained(2)
+    if comm.rank == 1 and not sharded:  # this rank knows nothing
+        module.weight.data.zero_()
+        optimizer = adam(module.parameters(), **options)
+    state = elastic.State(comm, module=module, optimizer=optimizer)
+    state.sync(comm)
+    trained(2)
+    torch.testing.assert_close(module.weight, alone.weight)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_state_from_another_rank_gets_the_strides_of_parameters(ranks: Any, sharded: bool) -> None:
+    ranks.run(_check_moments_after_a_join, sharded)

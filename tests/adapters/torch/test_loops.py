@@ -79,6 +79,17 @@ def test_sync_gradients_fills_gradients_missing_on_some_ranks(comm: Any) -> None
     assert words.grad.to_dense().tolist() == [[0, 0], [0, 0], [1, 1], [0, 0]]
 
 
+@on_ranks("pool")
+def test_sync_gradients_adds_sparse_and_dense_gradients(comm: Any) -> None:
+    words = nn.Parameter(torch.zeros(3, 2))
+    words.grad = torch.ones(3, 2)
+    if comm.rank == 0:
+        words.grad = torch.sparse_coo_tensor([[2]], torch.ones(1, 2), (3, 2), check_invariants=True)
+    sync_gradients([words], comm, op="sum")
+    others = comm.size - 1
+    assert words.grad.tolist() == [[others] * 2, [others] * 2, [others + 1] * 2]
+
+
 # -- sharded optimizer state ----------------------------------------------------------------------
 
 
@@ -197,6 +208,45 @@ def test_sharded_optimizer_with_few_parameters_accepts_new_group(comm: Any) -> N
     assert optimizer.step(closure) is loss
     assert a.tolist() == [0.0] * 4
     assert b.tolist() == [0.5] * 2
+
+
+@on_ranks("pool")
+def test_sharded_optimizer_keeps_copies_of_options_that_are_tensors(comm: Any) -> None:
+    model = model_of()
+    options: Any = {"lr": torch.tensor(0.05)}
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.Adam, comm, **options)
+    kept, state = optimizer.keep_shards(), optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    optimizer.param_groups[0]["lr"].fill_(5.0)  # as schedulers do
+    assert state["param_groups"][0]["lr"].item() == pytest.approx(0.05)
+    optimizer.restore_shards(kept)
+    optimizer.param_groups[0]["lr"].fill_(5.0)
+    optimizer.restore_shards(kept)
+    assert optimizer.param_groups[0]["lr"].item() == pytest.approx(0.05)
+
+
+@on_ranks("pool")
+def test_sharded_optimizer_calls_the_hooks_of_its_state(comm: Any) -> None:
+    model, calls = model_of(), []
+    optimizer: Any = ShardedOptimizer(model.parameters(), torch.optim.SGD, comm, lr=0.1)
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("before"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "more": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append(state.pop("more")))
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("after"))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert calls == ["before", 1, "after"]
+    assert "more" in state
+
+
+@on_ranks("pool")
+def test_sharded_optimizer_of_matrices_needs_no_share_on_each_rank(comm: Any) -> None:
+    matrix, alone = (nn.Parameter(torch.eye(3)) for _ in range(2))
+    optimizers = ShardedOptimizer([matrix], torch.optim.Muon, comm), torch.optim.Muon([alone])
+    for parameter, optimizer in zip((matrix, alone), optimizers):
+        parameter.grad = torch.arange(9.0).reshape(3, 3)
+        optimizer.step()
+    assert torch.equal(matrix, alone)
 
 
 @on_ranks("pool")
