@@ -15,7 +15,7 @@ import numpy as np
 
 from collective.algorithms import costs, pieces
 from collective.algorithms.folds import Folding
-from collective.algorithms.trees import NodeFolds, Span
+from collective.algorithms.trees import Leaves, NodeFolds
 from collective.deadline import Deadline
 from collective.errors import InvalidArgumentError, ShapeError
 from collective.memory import nested
@@ -290,7 +290,7 @@ class _Exchange:
         self._folding = folding = Folding(request.op, dtype, shards.total)
         every = [shards.nodes_of(rank) for rank in range(size)]
         self._held = [len(spans) for spans in every]
-        spans = every[rank] if folded else [Span(s, s + 1) for s in shards.mine]
+        spans = every[rank] if folded else [Leaves(s, s + 1) for s in shards.mine]
         self._rows = [count] * len(spans)
         self._local = NodeFolds(spans, shards.total, folding, enters=not folded)
         # The nodes arrive in the order of the ranks, which need not be that of their shards.
