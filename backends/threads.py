@@ -21,7 +21,7 @@ import numpy as np
 from collective.algorithms.messages import sendrecv
 from collective.backends.inbox import StreamLock
 from collective.backends.mail import PythonMail
-from collective.backends.matching import Engine, Waiter, awaited, describe
+from collective.backends.matching import Matcher, Waiter, awaited, describe
 from collective.backends.onesided import OneSided, Region
 from collective.contract.backend import ANY_SOURCE, Capabilities
 from collective.contract.failure import Failure
@@ -217,10 +217,10 @@ class ThreadsBackend(OneSided):
     # -- point to point -----------------------------------------------------------------
 
     @functools.cached_property
-    def _engine(self) -> Engine:
+    def _engine(self) -> Matcher:
         hub, rank = self._hub, self.rank
         others = (peer for peer in range(hub.size) if peer != rank)
-        return Engine({peer: _Box(hub, rank, peer) for peer in others}, hub.tell, rank)
+        return Matcher({peer: _Box(hub, rank, peer) for peer in others}, hub.tell, rank)
 
     @functools.cached_property
     def mail(self) -> PythonMail:  # type: ignore[override]  # an attribute elsewhere

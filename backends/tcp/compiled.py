@@ -21,7 +21,7 @@ from collective.platform import TCP_INFO_BYTES, is_silent
 if TYPE_CHECKING:
     from collective.request import Request
 
-    from .stream import Stream
+    from .stream import TcpStream
     from .transport import TcpBackend
 
 # Seconds for which C polls before Python waits, if each rank has a core of its own. Meanwhile the
@@ -42,7 +42,9 @@ class CompiledMessages:
         exchange: C's function for arrays; see :func:`collective.native.streams`.
     """
 
-    def __init__(self, backend: TcpBackend, streams: Mapping[int, Stream], crowded: bool) -> None:
+    def __init__(
+        self, backend: TcpBackend, streams: Mapping[int, TcpStream], crowded: bool
+    ) -> None:
         rank, size = backend.rank, backend.size
         self._backend = backend
         self._flag = bytearray(8)  # C makes no call once this is not zero
