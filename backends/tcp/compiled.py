@@ -53,7 +53,7 @@ class CompiledMessages:
             sockets[peer], early[peer] = stream.sock.detach(), stream.early()
         self._descriptors = [descriptor for descriptor in sockets if descriptor >= 0]
         idle = _IDLE_CROWDED_S if crowded else _IDLE_S
-        callbacks = _Callbacks(backend, self)
+        callbacks = _WaitCallbacks(backend, self)
         exchange = native.streams(self._flag, rank, size, sockets, early, idle, callbacks)
         assert exchange is not None  # the transport makes this object only if it has the core
         self.exchange = exchange
@@ -120,7 +120,7 @@ def _disown() -> None:
 os.register_at_fork(after_in_child=_disown)
 
 
-class _Callbacks:
+class _WaitCallbacks:
     """Methods that C calls when a message or a collective call cannot go on by itself."""
 
     def __init__(self, backend: TcpBackend, messages: CompiledMessages) -> None:

@@ -1,7 +1,7 @@
 """Reductions of virtual shards: ``order=Shards(…)``.
 
 Each rank folds its own shards into the nodes of the tree that it can fold alone. The ranks then
-exchange these nodes and fold the rest of the tree: see :class:`_Exchange`.
+exchange these nodes and fold the rest of the tree: see :class:`_ShardPlan`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ShardedFold(Call):
             op = call.reducer_of(dtype)
             options["order"] = str(self._shards)
             request = Request(self.operation, dtype, shape, op=op, root=call.root, **options)
-            exchange = _Exchange(path.backend, request, self._shards, folded, lengths)
+            exchange = _ShardPlan(path.backend, request, self._shards, folded, lengths)
             plan = exchange if op.function is None else guarded(path, request, exchange)
             planned = path.remember(key, Planned(request, plan, fixed=True))
         return planned
@@ -102,7 +102,7 @@ class ShardedFold(Call):
         """Return the plan of a call on one array, as C runs it: on all shards in one buffer."""
         ((_, planned),) = self._messages
         exchange = planned.plan
-        whole = exchange.whole if isinstance(exchange, _Exchange) else None
+        whole = exchange.whole if isinstance(exchange, _ShardPlan) else None
         return planned if whole is None else Planned(planned.request, whole, fixed=True)
 
     def run(self, deadline: Deadline) -> Any:
@@ -252,7 +252,7 @@ class _Rows(list[Buffer]):
         return sum(row.nbytes for row in self)
 
 
-class _Exchange:
+class _ShardPlan:
     """Plan of a reduction of shards. It takes them as :class:`_Rows`, or in one buffer.
 
     There are three ways:
