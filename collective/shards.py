@@ -30,7 +30,7 @@ from collective.request import name_ranks
 MOST = 4096
 
 
-class _Ranks(Protocol):
+class _Position(Protocol):
     """Part of a communicator that :class:`Shards` needs."""
 
     rank: int
@@ -69,7 +69,7 @@ class Shards:
 
     __slots__ = ("_held", "_rank", "size", "total")
 
-    def __init__(self, total: int, comm: _Ranks, *, held: Sequence[range] | None = None) -> None:
+    def __init__(self, total: int, comm: _Position, *, held: Sequence[range] | None = None) -> None:
         if isinstance(total, bool) or not isinstance(total, (int, np.integer)):
             raise InvalidArgumentError(f"Shards: total {total!r}; expected an integer.")
         if not 1 <= total <= MOST:

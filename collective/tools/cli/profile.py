@@ -13,7 +13,7 @@ from collective import ConfigError
 from collective.inner import settings
 from collective.tools.show import Output, check_directory, check_file, width, write, written
 
-from .ending import Ended
+from .ending import EndedBySignal
 from .run import absent_script, add_program, add_ranks, program_of, refuse_transports, say_size
 
 # Width of the report if the output is not a terminal.
@@ -96,7 +96,7 @@ def _run(options: argparse.Namespace, program: list[str], directory: Path) -> in
     while True:
         try:
             code = launcher.wait()
-        except Ended as end:  # the launcher has not got this signal
+        except EndedBySignal as end:  # the launcher has not got this signal
             launcher.send_signal(end.number)
             continue
         except KeyboardInterrupt:  # the launcher got the interrupt, too, and ends its ranks
