@@ -42,7 +42,7 @@ Array = np.ndarray[Any, Any]
 SRC, DST, SCRATCH = range(3)
 # A place is its base, shifted by this number of bits, plus an offset in bytes.
 _BASE_BITS = 56
-#: Kinds of steps; see :class:`Step`.
+#: Kinds of steps; see :class:`CallStep`.
 EXCHANGE, COPY, FOLD, DIVIDE, INSIDE = range(5)
 #: Numbers of bytes that the ranks' pieces may have in all, and that each piece may have, for a call
 #: to be a short one. The messages of a short call are fewer, but each piece goes through scratch
@@ -68,7 +68,7 @@ _UINT8 = BY_NAME["uint8"]
 _OFFSETS = (1 << _BASE_BITS) - 1
 
 
-class Step(NamedTuple):
+class CallStep(NamedTuple):
     """One step of a schedule.
 
     Attributes:
@@ -147,7 +147,7 @@ class Schedule:
     pieces: Sequence[int]
     start: int
     scratch: int
-    steps: Sequence[Step]
+    steps: Sequence[CallStep]
     dtype: DType | None
     fold: str | None
     scale: arithmetic.Scale | None
@@ -162,7 +162,7 @@ class Schedule:
     def comparison(self) -> Schedule:
         """The comparison alone, which leaves the ranks' pieces in its output."""
         total = sum(self.pieces)
-        step = Step(COPY, left=SCRATCH << _BASE_BITS, out=DST << _BASE_BITS, nleft=total)
+        step = CallStep(COPY, left=SCRATCH << _BASE_BITS, out=DST << _BASE_BITS, nleft=total)
         return replace(
             self, ndst=total, scratch=total, steps=[step], fold=None, scale=None, finish=None
         )
@@ -290,7 +290,7 @@ class _Placeholder:
         itemsize: size of an element in bytes.
 
     Attributes:
-        number: the place, as in :class:`Step`.
+        number: the place, as in :class:`CallStep`.
         size: as the argument.
         nbytes: length in bytes.
     """
@@ -327,7 +327,7 @@ class _Draft:
     """
 
     scratch: int
-    steps: list[Step] = field(default_factory=list)
+    steps: list[CallStep] = field(default_factory=list)
 
     def copy(self, src: Buffer, dst: Buffer) -> None:
         """Write down a copy."""
@@ -339,7 +339,7 @@ class _Draft:
             if (left, out) == (last.left + last.nleft, last.out + last.nleft):
                 left, out, nbytes = last.left, last.out, last.nleft + nbytes
                 self.steps.pop()
-        self.steps.append(Step(COPY, left=left, out=out, nleft=nbytes))
+        self.steps.append(CallStep(COPY, left=left, out=out, nleft=nbytes))
 
 
 class _StepRecorder(Messages):
@@ -366,18 +366,18 @@ class _StepRecorder(Messages):
     def send(self, src: Buffer, dst: int) -> None:
         if src.count:
             to = self._ranks[dst]
-            self.draft.steps.append(Step(self._kind, to=to, left=_place(src), nleft=src.nbytes))
+            self.draft.steps.append(CallStep(self._kind, to=to, left=_place(src), nleft=src.nbytes))
 
     def recv(self, dst: Buffer, src: int) -> None:
         if dst.count:
             source, out = self._ranks[src], _place(dst)
-            self.draft.steps.append(Step(self._kind, source=source, out=out, nright=dst.nbytes))
+            self.draft.steps.append(CallStep(self._kind, source=source, out=out, nright=dst.nbytes))
 
     def exchange(self, src: Buffer, to: int, dst: Buffer, source: int) -> None:
         if src.count and dst.count:
             peers = self._ranks[to], self._ranks[source]
             places = _place(src), 0, _place(dst)
-            self.draft.steps.append(Step(self._kind, *peers, *places, src.nbytes, dst.nbytes))
+            self.draft.steps.append(CallStep(self._kind, *peers, *places, src.nbytes, dst.nbytes))
         else:
             self.send(src, to)
             self.recv(dst, source)
@@ -430,7 +430,7 @@ class _RecordedFolding(Folding):
     def join(self, left: Buffer, right: Buffer, out: Buffer) -> None:
         if out.count:
             places = _place(left), _place(right), _place(out)
-            self._draft.steps.append(Step(FOLD, -1, -1, *places, out.nbytes))
+            self._draft.steps.append(CallStep(FOLD, -1, -1, *places, out.nbytes))
 
     def copy(self, value: Buffer, out: Buffer) -> None:
         self._draft.copy(value, out)
@@ -438,7 +438,7 @@ class _RecordedFolding(Folding):
     def leave(self, dst: Buffer) -> None:
         if self._divides and dst.count:
             self._draft.steps.append(
-                Step(DIVIDE, out=_place(dst), nleft=dst.nbytes, nright=self._size)
+                CallStep(DIVIDE, out=_place(dst), nleft=dst.nbytes, nright=self._size)
             )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from collective import ConfigError
 from collective.inner import settings
-from collective.tools.show import Output, check_directory, check_file, width, write, written
+from collective.tools.show import Console, check_directory, check_file, width, write, written
 
 from .ending import EndedBySignal
 from .run import absent_script, add_program, add_ranks, program_of, refuse_transports, say_size
@@ -116,7 +116,7 @@ def _report(options: argparse.Namespace, directory: Path, code: int) -> int:
             print(f"collective profile: {error}", file=sys.stderr)
         return code or 2
     found = profile(traces)
-    out = Output(_WIDTH)
+    out = Console(_WIDTH)
     out.quote("─" * width(_WIDTH))
     show(out, found)
     if code:
