@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .exceptions import CLASSES, MPIError
-from .handles import Handle, Inner
+from .handles import Handle, OpaqueObject
 
 KEYVAL_INVALID = 0
 _numbers = itertools.count(1000)
@@ -89,7 +89,7 @@ def _keyval(number: int) -> _Keyval:
     return _keyvals[number]
 
 
-def copy_attributes(handle: Any, copy: Inner) -> None:
+def copy_attributes(handle: Any, copy: OpaqueObject) -> None:
     """Set the attributes of a duplicate, as the keyvals' functions say."""
     for keyval, value in handle._live.attributes.items():
         function = _keyvals[keyval].copy
@@ -119,7 +119,7 @@ def _guarded(function: Callable[..., Any], *args: Any) -> Any:
         raise MPIError(CLASSES["ERR_OTHER"], f"keyval: {error!r}") from error
 
 
-class _Handling(Inner):
+class _Handling(OpaqueObject):
     """Error handler: the function of the program, or None."""
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:

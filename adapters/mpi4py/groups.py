@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .exceptions import CLASSES, MPIError, refusing
-from .handles import Handle, Inner, reader
+from .handles import Handle, OpaqueObject, reader
 
 UNDEFINED = -32766
 PROC_NULL = -2
 IDENT, CONGRUENT, SIMILAR, UNEQUAL = range(4)
 
 
-class Members(Inner):
+class Members(OpaqueObject):
     """Members of a group.
 
     Args:

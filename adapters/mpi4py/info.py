@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from .exceptions import CLASSES, MPIError
-from .handles import Handle, Inner
+from .handles import Handle, OpaqueObject
 
 MAX_INFO_KEY, MAX_INFO_VAL = 255, 1024
 
 
-class _Hints(Inner):
+class _Hints(OpaqueObject):
     def __init__(self, items: Mapping[str, str] | None = None) -> None:
         self.items = dict(items or {})
 

@@ -20,7 +20,7 @@ from collective.contract.mail import CANCELLED, OVER
 from .datatypes import CONSTANTS, Datatype
 from .exceptions import CLASSES, TRANSLATED, MPIError, translated
 from .groups import UNDEFINED
-from .handles import Inner, name_methods
+from .handles import OpaqueObject, name_methods
 from .layouts import Piece
 from .pickling import loads
 
@@ -119,7 +119,7 @@ def _whole(count: int, size: int) -> int:
     return UNDEFINED if count % size else count // size
 
 
-class Operation(Inner):
+class Operation(OpaqueObject):
     """Messages that a call posts, and functions that follow once all are done.
 
     Args:

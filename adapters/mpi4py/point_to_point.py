@@ -93,7 +93,7 @@ def _looking(call: str) -> Any:
     return look
 
 
-class PointToPoint(Handle):
+class MessageMethods(Handle):
     """Methods of communicators that send, receive and probe."""
 
     __slots__ = ()

@@ -9,7 +9,7 @@ from typing import Any
 
 from .exceptions import CLASSES, MPIError, refusing
 from .groups import PROC_NULL, UNDEFINED
-from .handles import Handle, Inner
+from .handles import Handle, OpaqueObject
 from .info import Info
 from .layouts import Piece
 from .messages import simple
@@ -285,7 +285,7 @@ class Grequest(_Narrow):
         operation.result, operation.done = obj, True
 
 
-class Matched(Inner):
+class Matched(OpaqueObject):
     """Message that a probe has taken.
 
     Args:

@@ -14,14 +14,14 @@ from collective.backends.shm.fence import fence
 from .communicators import world
 from .exceptions import CLASSES, TRANSLATED, MPIError, refuse, refuse_all
 from .groups import PROC_NULL, Group
-from .handles import Handle, Inner
+from .handles import Handle, OpaqueObject
 from .info import INFO_NULL, Info
 from .memory import Bytes, buffer
 
 _LOCK_EXCLUSIVE = 1
 
 
-class _Window(Inner):
+class _WindowMemory(OpaqueObject):
     """What a handle of a window names.
 
     Args:
@@ -65,7 +65,7 @@ class Win(Handle, kind=True):
         context = (world.alone if comm is None else comm)._live
         comm = context.kind._of(context)
         parts = comm.allgather((int(size), int(disp_unit)))
-        return cls._of(_Window(comm, _shared(context, sum(size for size, _ in parts)), parts))
+        return cls._of(_WindowMemory(comm, _shared(context, sum(size for size, _ in parts)), parts))
 
     def Shared_query(self, rank: int) -> tuple[buffer, int]:
         """Return a rank's part and its unit; with ``PROC_NULL`` the first part with a length."""

@@ -36,7 +36,7 @@ from collective.errors import (
     DeviceError,
 )
 
-from .collectives import Collectives
+from .collectives import NcclCollectives
 from .engine import NcclComm
 from .hosting import Reporting, breaker, broadcast_store, host_plane
 from .memory import Blocks
@@ -63,7 +63,7 @@ _SIDES = 128
 _tuple: Any = tuple.__new__
 
 
-class NcclBackend(Collectives, Monitored):
+class NcclBackend(NcclCollectives, Monitored):
     """Transport between ranks with one GPU each; see the module's docstring.
 
     Attributes:
