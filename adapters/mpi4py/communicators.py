@@ -301,7 +301,7 @@ def mail_of(comm: Comm) -> Any:
     return comm._live.points
 
 
-class _World:
+class _WorldState:
     """The world of this process, once it is connected.
 
     Attributes:
@@ -315,7 +315,7 @@ class _World:
     alone: Any = None
 
 
-world = _World()
+world = _WorldState()
 
 
 def begin() -> tuple[Any, Any]:
