@@ -59,7 +59,7 @@ class Win(Handle, kind=True):
             comm: ranks of one host, such as those of ``Split_type(COMM_TYPE_SHARED)``.
 
         Raises:
-            UnsupportedError: the transport shares no memory.
+            MissingPartError: the transport shares no memory.
             MPIError: the ranks are on several hosts, or there is no memory.
         """
         context = (world.alone if comm is None else comm)._live
