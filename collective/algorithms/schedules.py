@@ -470,13 +470,9 @@ def comparison(request: Request, rank: int, size: int) -> Schedule:
 
 
 def record(
-    request: Request,
-    rank: int,
-    size: int,
-    dtype: DType | None = None,
-    count: int | None = None,
+    request: Request, rank: int, size: int, dtype: DType | None = None, count: int | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
-) -> Schedule:
+) -> Schedule:  # fmt: skip
     """Return what ``rank`` of ``size`` ranks does in the call of ``request``.
 
     Ranks with equal requests choose the same algorithm. A recording takes no memory for the arrays
@@ -499,12 +495,7 @@ def record(
     assert dtype is not None
     variants = _VARIANTS[request.operation](request, rank, size, dtype, count)
     lengths, start = variants.lengths, variants.start
-    is_short = (
-        lengths is not None
-        and size > 1
-        and sum(lengths) * dtype.itemsize <= SHORT_BYTES
-        and max(lengths) * dtype.itemsize <= SHORT_PIECE_BYTES
-    )
+    is_short = lengths is not None and size > 1 and _are_short(lengths, dtype)
     if lengths is None or not is_short:
         lengths, start = [0] * size, 0
     recorder = _StepRecorder(rank, size, _Draft(sum(lengths) * dtype.itemsize))
@@ -541,6 +532,12 @@ def record(
         scale=scale,
         finish=finish,
     )
+
+
+def _are_short(lengths: Sequence[int], dtype: DType) -> bool:
+    """Return whether pieces of these lengths are short enough to be sent with the comparison."""
+    total, longest = sum(lengths) * dtype.itemsize, max(lengths) * dtype.itemsize
+    return total <= SHORT_BYTES and longest <= SHORT_PIECE_BYTES
 
 
 def _fold(messages: Messages, folding: Folding, values: Sequence[Buffer], out: Buffer) -> None:
