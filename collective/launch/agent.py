@@ -45,12 +45,9 @@ class Agent:
     """
 
     def __init__(
-        self,
-        loop: Loop,
-        report: Callable[[Message | StreamBytes], object],
-        common: Mapping[str, str],
-        stdin: int | None,
-    ) -> None:
+        self, loop: Loop, report: Callable[[Message | StreamBytes], object],
+        common: Mapping[str, str], stdin: int | None,
+    ) -> None:  # fmt: skip
         self._loop = loop
         self._report = report
         self._common = common
@@ -133,12 +130,9 @@ class Agent:
         return self._execute(order, environment, stdin)
 
     def _execute(
-        self,
-        order: Message,
-        environment: Mapping[str, str],
-        stdin: int | None,
+        self, order: Message, environment: Mapping[str, str], stdin: int | None,
         outputs: tuple[int, int] | None = None,
-    ) -> subprocess.Popen[bytes]:
+    ) -> subprocess.Popen[bytes]:  # fmt: skip
         """Start a process and relay its output.
 
         Args:

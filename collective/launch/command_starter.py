@@ -107,13 +107,9 @@ class CommandStarter(ProcessStarter):
     together, shares_main = True, False
 
     def __init__(
-        self,
-        size: int,
-        commands: Callable[[str], Sequence[Command]],
-        patience: float = LOAD_S,
-        *,
+        self, size: int, commands: Callable[[str], Sequence[Command]], patience: float = LOAD_S, *,
         session: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._size = size
         self._commands = commands
         self._patience = patience

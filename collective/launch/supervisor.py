@@ -206,14 +206,9 @@ class Supervisor:
     """
 
     def __init__(
-        self,
-        control: int,
-        run: Run,
-        environments: Sequence[Mapping[str, str]],
-        meeting: MeetingStore,
-        hosts: Sequence[Host],
-        places: Sequence[Place],
-    ) -> None:
+        self, control: int, run: Run, environments: Sequence[Mapping[str, str]],
+        meeting: MeetingStore, hosts: Sequence[Host], places: Sequence[Place],
+    ) -> None:  # fmt: skip
         self._control = control
         self._run = run
         self._meeting = meeting

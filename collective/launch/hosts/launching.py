@@ -210,6 +210,16 @@ def _check_reachability(cluster: Cluster, store: Endpoint, config: Config) -> No
         ConfigError: a host has no such interface.
     """
     tokens = {machine: secrets.token_hex(8) for machine in cluster.machines}
+    ports = _listen(cluster, store, config, tokens)
+    if len(cluster.machines) > 1:
+        _refuse_loopback(cluster.machines)
+        _probe(cluster, store, ports, tokens)
+
+
+def _listen(
+    cluster: Cluster, store: Endpoint, config: Config, tokens: Mapping[Machine, str]
+) -> dict[Machine, int]:
+    """Have each host listen at the address that its ranks will use; return the ports."""
     listening = cluster.ask(
         "listening",
         lambda machine: {
@@ -228,9 +238,11 @@ def _check_reachability(cluster: Cluster, store: Endpoint, config: Config) -> No
         machine.address, machine.interface = answer["address"], answer["interface"]
         if not machine.local:
             machine.pulse.place = machine.address, answer["port"]
-    if len(cluster.machines) == 1:
-        return
-    only_here = [m for m in cluster.machines if is_loopback(m.address)]
+    return {machine: answer["port"] for machine, answer in listening.items()}
+
+
+def _refuse_loopback(machines: Sequence[Machine]) -> None:
+    only_here = [m for m in machines if is_loopback(m.address)]
     if only_here:
         listed = ", ".join(f"{m.name} ({m.interface or 'lo'}, {m.address})" for m in only_here)
         raise RendezvousError(
@@ -240,9 +252,15 @@ def _check_reachability(cluster: Cluster, store: Endpoint, config: Config) -> No
             "its own or the host's (hostNetwork), with a name that resolves to it."
         )
 
+
+def _probe(
+    cluster: Cluster, store: Endpoint, ports: Mapping[Machine, int], tokens: Mapping[Machine, str]
+) -> None:
+    """Have each host connect to all others and to the store."""
+
     def probe(machine: Machine) -> Message:
         peers: list[list[Any]] = [
-            [peer.name, peer.address, listening[peer]["port"], tokens[peer]]
+            [peer.name, peer.address, ports[peer], tokens[peer]]
             for peer in cluster.machines
             if peer is not machine
         ]
