@@ -119,7 +119,7 @@ def _guarded(function: Callable[..., Any], *args: Any) -> Any:
         raise MPIError(CLASSES["ERR_OTHER"], f"keyval: {error!r}") from error
 
 
-class _Handling(OpaqueObject):
+class _ErrorFunction(OpaqueObject):
     """Error handler: the function of the program, or None."""
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
@@ -138,9 +138,9 @@ class Errhandler(Handle, kind=True):
 
 
 ERRHANDLER_NULL = Errhandler._constant("ERRHANDLER_NULL")
-ERRORS_RETURN = Errhandler._constant("ERRORS_RETURN", _Handling())
-ERRORS_ABORT = Errhandler._constant("ERRORS_ABORT", _Handling())
-ERRORS_ARE_FATAL = Errhandler._constant("ERRORS_ARE_FATAL", _Handling())
+ERRORS_RETURN = Errhandler._constant("ERRORS_RETURN", _ErrorFunction())
+ERRORS_ABORT = Errhandler._constant("ERRORS_ABORT", _ErrorFunction())
+ERRORS_ARE_FATAL = Errhandler._constant("ERRORS_ARE_FATAL", _ErrorFunction())
 
 
 class Handling:
@@ -151,7 +151,7 @@ class Handling:
     @classmethod
     def Create_errhandler(cls, errhandler_fn: Callable[..., None]) -> Errhandler:
         """Return a handler that calls ``errhandler_fn(handle, code)``."""
-        return Errhandler._of(_Handling(errhandler_fn))  # type: ignore[no-any-return]
+        return Errhandler._of(_ErrorFunction(errhandler_fn))  # type: ignore[no-any-return]
 
     def Get_errhandler(self: Any) -> Errhandler:
         """Return the handler."""
