@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from collective.contract.backend import COLLECTIVE_TAG
 
 if TYPE_CHECKING:
-    from collective.backends.inbox import Posted, Prefix, StreamLock
+    from collective.backends.inbox import Prefix, StreamLock, Transfer
 
 # The same numbers as in messages.h and flow.c.
 #: Tag of control frames, below every valid tag.
@@ -23,7 +23,7 @@ _OVERHEAD = 64
 _CREDIT, _GRANT = 1, 2
 
 
-class _Stream(Protocol):
+class _FlowCarrier(Protocol):
     """The part of a carrier that flow control needs."""
 
     sending: StreamLock
@@ -50,9 +50,9 @@ class Flow:
             number.
     """
 
-    def __init__(self, stream: _Stream) -> None:
+    def __init__(self, stream: _FlowCarrier) -> None:
         self.due: list[tuple[int, int, int]] = []
-        self.asked: dict[int, tuple[Posted, Any]] = {}
+        self.asked: dict[int, tuple[Transfer, Any]] = {}
         self._stream = stream
         self._lock = threading.Lock()
         self._sent = self._freed = self._last = 0

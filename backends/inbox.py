@@ -24,7 +24,7 @@ from collective.native import NOBODY
 from .flow import CONTROL_TAG, Flow, has_window
 
 if TYPE_CHECKING:
-    from .matching import Engine
+    from .matching import Matcher
 
 Array = np.ndarray[Any, Any]
 
@@ -116,7 +116,7 @@ class Carrier(Protocol):
         """Break the communicator, since the peer has sent damaged data."""
 
 
-class Posted:
+class Transfer:
     """A send or a receive in flight; see :class:`collective.contract.mail.Posted`.
 
     Args:
@@ -166,7 +166,7 @@ class Posted:
         self.state = state
 
 
-class _Kept:
+class _KeptMessage:
     """A message for later receivers.
 
     Attributes:
@@ -182,7 +182,7 @@ class _Kept:
     def __init__(self, prefix: Any, content: Array | None, is_counted: bool = True) -> None:
         self.prefix, self.content, self.is_counted = prefix, content, is_counted
         self.coming = False
-        self.posted: Posted | None = None
+        self.posted: Transfer | None = None
 
 
 class Inbox:
@@ -194,13 +194,13 @@ class Inbox:
         over: whether a message stays incomplete, so that nobody reads the stream any more.
     """
 
-    def __init__(self, engine: Engine, rank: int, carrier: Any) -> None:
+    def __init__(self, engine: Matcher, rank: int, carrier: Any) -> None:
         self.lock = StreamLock() if carrier is None else carrier.receiving
         self._engine = engine
         self._rank = rank
         self._carrier = carrier  # None for the messages of this rank to itself
         self._flow: Flow | None = getattr(carrier, "flow", None)
-        self._kept: deque[_Kept] = deque()  # in order
+        self._kept: deque[_KeptMessage] = deque()  # in order
         # Reads a message that has arrived only in part.
         self._keeping = nothing()
         self._moved = self.over = False
@@ -259,7 +259,7 @@ class Inbox:
         else:
             self._keeping = self._keep(announced._replace(mark=0), posted, is_counted=False)
 
-    def _fill(self, kept: _Kept) -> Generator[None, None, None]:
+    def _fill(self, kept: _KeptMessage) -> Generator[None, None, None]:
         """Read the bytes of a message that a probe has asked for."""
         kept.content = np.empty(kept.prefix.nbytes, np.uint8)
         yield from whole(self._carrier, self._carrier.read(kept.prefix, kept.content))
@@ -269,7 +269,7 @@ class Inbox:
         if kept.posted is not None:
             self._engine.give(kept.posted, kept.prefix, kept.content)
 
-    def _match(self, prefix: Any) -> Posted | None:
+    def _match(self, prefix: Any) -> Transfer | None:
         # A receive that has not looked at the kept messages yet may match one of them, which is
         # older.
         return self._engine.match(self._rank, prefix, self._scanned if self._kept else None)
@@ -289,11 +289,11 @@ class Inbox:
                         break
 
     def put(
-        self, prefix: Any, content: Array | None, posted: Posted | None = None,
+        self, prefix: Any, content: Array | None, posted: Transfer | None = None,
         is_counted: bool = True,
     ) -> None:  # fmt: skip
         """Give a message, which is complete or announced, to its receive, or keep it."""
-        kept = _Kept(prefix, content, is_counted)
+        kept = _KeptMessage(prefix, content, is_counted)
         posted = posted or self._match(prefix)
         if posted is not None:
             self._give(posted, kept)
@@ -301,7 +301,7 @@ class Inbox:
             self._kept.append(kept)
             self._moved = True
 
-    def _give(self, posted: Posted, kept: _Kept) -> None:
+    def _give(self, posted: Transfer, kept: _KeptMessage) -> None:
         """Give a kept message to its receive, or ask for its bytes."""
         if kept.coming:
             kept.posted = posted  # _fill() gives it the message
@@ -323,11 +323,11 @@ class Inbox:
         if self._flow is not None:
             self._flow.free(prefix)
 
-    def find(self, tag: int, mask: int, take: bool) -> Posted | None:
+    def find(self, tag: int, mask: int, take: bool) -> Transfer | None:
         """Return a kept message, which the caller owns if ``take`` is true."""
         for kept in self._kept:
             if kept.prefix.tag & mask == tag:
-                message = Posted(None, self._rank, NOBODY, kept.prefix.tag)
+                message = Transfer(None, self._rank, NOBODY, kept.prefix.tag)
                 message.nbytes = kept.prefix.nbytes
                 if not take:
                     return message
@@ -345,7 +345,7 @@ class Inbox:
         return None
 
     def _keep(
-        self, prefix: Any, posted: Posted | None, is_counted: bool = True
+        self, prefix: Any, posted: Transfer | None, is_counted: bool = True
     ) -> Generator[None, None, None]:
         if self._is_announced(prefix):
             is_over(self._carrier.read(prefix, _NOTHING))

@@ -16,7 +16,7 @@ from collective.deadline import Deadline
 from collective.errors import CollectiveError, CommunicatorClosedError
 from collective.native import NOBODY
 
-from .matching import RECEIVING, SENDING, Engine, Waiter, describe
+from .matching import RECEIVING, SENDING, Matcher, Waiter, describe
 
 # The text of a failed operation in C whose connection has ended; see streams.c.
 _ENDED = "the connection has ended"
@@ -126,7 +126,7 @@ class PythonMail(BaseMail):
     """
 
     def __init__(
-        self, engine: Engine, wait: Callable[[Waiter, int, int, int, Deadline], object],
+        self, engine: Matcher, wait: Callable[[Waiter, int, int, int, Deadline], object],
         refuse: Callable[[object], object], broken: Callable[[], object],
         explain: Callable[[Any], BaseException],
     ) -> None:  # fmt: skip

@@ -23,18 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from collective.contract.backend import ANY_SOURCE, Turns
-from collective.contract.mail import (
-    CANCELLED,
-    EAGER_BYTES,
-    FAILED,
-    MATCHED,
-    PAYLOAD_TAG,
-)
+from collective.contract.mail import CANCELLED, EAGER_BYTES, FAILED, MATCHED, PAYLOAD_TAG
 from collective.contract.waits import MessageCall
 from collective.native import NOBODY
 
 from .flow import CONTROL_TAG, Flow, has_window
-from .inbox import Array, Inbox, Posted, bytes_of, framed, nothing, whole
+from .inbox import Array, Inbox, Transfer, bytes_of, framed, nothing, whole
 
 if TYPE_CHECKING:
     from collective import native
@@ -46,14 +40,14 @@ SENDING, RECEIVING = 1, 2
 _COPIED_BYTES = 64 << 20
 
 
-class _Prefix(NamedTuple):
+class _SelfPrefix(NamedTuple):
     """Beginning of a message of this rank to itself."""
 
     nbytes: int
     tag: int
 
 
-class Engine:
+class Matcher:
     """The messages of one rank over the carriers of its peers, by rank.
 
     Args:
@@ -80,16 +74,16 @@ class Engine:
         self._inboxes = {rank: Inbox(self, rank, carrier) for rank, carrier in carriers.items()}
         if rank != NOBODY:
             self._inboxes[rank] = Inbox(self, rank, None)
-        self.queues: dict[int, deque[tuple[Posted, Generator[Any, None, None], int]]] = {}
+        self.queues: dict[int, deque[tuple[Transfer, Generator[Any, None, None], int]]] = {}
         # Sends that wait for a grant, in nobody's way: by rank and number, with the same parts.
-        self._announced: dict[int, dict[int, tuple[Posted, Generator[Any, None, None], int]]] = {}
+        self._announced: dict[int, dict[int, tuple[Transfer, Generator[Any, None, None], int]]] = {}
         self._flows: dict[int, Flow] = {
             rank: carrier.flow for rank, carrier in carriers.items() if hasattr(carrier, "flow")
         }
         self._rank = rank
         # Receives that wait, in posted order, and those whose message has come in part.
-        self._waiting: list[Posted] = []
-        self._matched: list[Posted] = []
+        self._waiting: list[Transfer] = []
+        self._matched: list[Transfer] = []
         # Number of receives in flight that name a rank, or have matched it.
         self._wanted: Counter[int] = Counter()
         self._posts = self._copied = 0
@@ -99,7 +93,7 @@ class Engine:
 
     # -- posted operations --------------------------------------------------------------
 
-    def post_send(self, data: Any, to: int, tag: int) -> Posted:
+    def post_send(self, data: Any, to: int, tag: int) -> Transfer:
         """Post a send; see :class:`collective.contract.mail.Engine`."""
         content = np.empty(0, np.uint8) if data is None else bytes_of(data)
         nbytes = content.size
@@ -115,28 +109,28 @@ class Engine:
             posted.end()
         return posted
 
-    def _send_to_self(self, content: Array, tag: int) -> Posted:
-        posted = Posted(None, NOBODY, self._rank, tag)
+    def _send_to_self(self, content: Array, tag: int) -> Transfer:
+        posted = Transfer(None, NOBODY, self._rank, tag)
         posted.nbytes = content.size
         posted.end()
         inbox = self._inboxes[self._rank]
         while not inbox.lock.take():
             time.sleep(0)
         inbox.deliver()
-        inbox.put(_Prefix(content.size, tag), content)
+        inbox.put(_SelfPrefix(content.size, tag), content)
         if inbox.lock.leave() | inbox.have_moved():
             self._news()
         return posted
 
     def _enqueue(
         self, content: Array, to: int, tag: int, mark: int | None = None, copied: int = 0
-    ) -> Posted:
+    ) -> Transfer:
         """Append a message to the queue of a rank.
 
         Args:
             copied: bytes of the message that have been copied.
         """
-        posted = Posted(None, NOBODY, to, tag)
+        posted = Transfer(None, NOBODY, to, tag)
         posted.nbytes = content.size
         with self.lock:
             self._copied += copied
@@ -164,13 +158,13 @@ class Engine:
             tag, marks = CONTROL_TAG, (-number,)
         yield from framed(carrier, carrier.write(content, tag, *marks))
 
-    def post_receive(self, memory: Any, source: int, tag: int, mask: int) -> Posted:
+    def post_receive(self, memory: Any, source: int, tag: int, mask: int) -> Transfer:
         """Post a receive; see :class:`collective.contract.mail.Engine`."""
-        posted = self._await(Posted(memory, source, NOBODY, tag, mask))
+        posted = self._await(Transfer(memory, source, NOBODY, tag, mask))
         self.progress()
         return posted
 
-    def _await(self, posted: Posted) -> Posted:
+    def _await(self, posted: Transfer) -> Transfer:
         """Append a receive to those that wait."""
         with self.lock:
             self._posts = posted.number = self._posts + 1
@@ -178,7 +172,7 @@ class Engine:
             self._wanted[posted.source] += 1
         return posted
 
-    def cancel(self, posted: Posted) -> bool:
+    def cancel(self, posted: Transfer) -> bool:
         """Withdraw a receive; return False if it has a message already."""
         with self.lock:
             if posted not in self._waiting:
@@ -187,7 +181,7 @@ class Engine:
             posted.end(CANCELLED)
         return True
 
-    def find(self, source: int, tag: int, mask: int, take: bool) -> Posted | None:
+    def find(self, source: int, tag: int, mask: int, take: bool) -> Transfer | None:
         """Look for a message; see :class:`collective.contract.mail.Engine`."""
         sources = self._inboxes if source == ANY_SOURCE else (source,)
         for rank in self._turns.of(sources, tag):
@@ -368,7 +362,7 @@ class Engine:
         for rank in [*self._carriers, self._rank]:
             self.fail(rank, error)
 
-    def match(self, rank: int, prefix: Any, last: int | None) -> Posted | None:
+    def match(self, rank: int, prefix: Any, last: int | None) -> Transfer | None:
         """Take the first receive for a message, or return None.
 
         Args:
@@ -384,13 +378,13 @@ class Engine:
                     return self.take(posted, rank, prefix)
         return None
 
-    def newer(self, number: int, rank: int) -> list[Posted]:
+    def newer(self, number: int, rank: int) -> list[Transfer]:
         """Return the receives from a rank that were posted after the one with a number."""
         with self.lock:
             waiting = itertools.takewhile(lambda p: p.number > number, reversed(self._waiting))
             return [p for p in waiting if p.source in (rank, ANY_SOURCE)][::-1]
 
-    def take(self, posted: Posted, rank: int, prefix: Any) -> Posted:
+    def take(self, posted: Transfer, rank: int, prefix: Any) -> Transfer:
         """Take a receive that a message of a rank matches out of those that wait.
 
         Raises:
@@ -407,7 +401,7 @@ class Engine:
             self._carriers[rank].refuse(f"{prefix.nbytes} bytes in place of {posted.room}")
         return posted
 
-    def _remove(self, receives: list[Posted], posted: Posted) -> None:
+    def _remove(self, receives: list[Transfer], posted: Transfer) -> None:
         receives.remove(posted)
         self._wanted[posted.source] -= 1
 
@@ -416,7 +410,7 @@ class Engine:
         """Number of receives that have been posted."""
         return self._posts
 
-    def give(self, posted: Posted, prefix: Any, content: Array, placed: bool = False) -> None:
+    def give(self, posted: Transfer, prefix: Any, content: Array, placed: bool = False) -> None:
         """End a receive whose message is complete, and perhaps in its place already."""
         posted.tag, posted.nbytes, posted.prefix = prefix.tag, content.size, prefix
         if posted.memory is None:
@@ -452,12 +446,12 @@ class Engine:
         """
         sending = receiving = None
         if dst is not None:
-            receiving = self._await(Posted(dst, source, NOBODY, tag, mark=mark, exact=True))
+            receiving = self._await(Transfer(dst, source, NOBODY, tag, mark=mark, exact=True))
         if src is not None:
             sending = self._enqueue(src, to, tag, mark)
         return Exchange(self, sending, receiving)
 
-    def withdraw(self, posted: Posted) -> None:
+    def withdraw(self, posted: Transfer) -> None:
         """Take back an operation whose caller gives up.
 
         A stream on which a message stays incomplete is not used again: what would follow on it is
@@ -509,7 +503,7 @@ class Waiter:
         awaited: by part, the ranks whose streams are waited for.
     """
 
-    def __init__(self, engine: Engine, ready: Callable[[], bool], pending: int) -> None:
+    def __init__(self, engine: Matcher, ready: Callable[[], bool], pending: int) -> None:
         self._engine = engine
         self._ready = ready
         self.pending = pending
@@ -538,7 +532,9 @@ class Exchange(Waiter):
         prefix: prefix of the received message, or None.
     """
 
-    def __init__(self, engine: Engine, sending: Posted | None, receiving: Posted | None) -> None:
+    def __init__(
+        self, engine: Matcher, sending: Transfer | None, receiving: Transfer | None
+    ) -> None:
         self._engine = engine
         self._items = sending, receiving
         self.pending = SENDING * (sending is not None) + RECEIVING * (receiving is not None)
@@ -572,7 +568,7 @@ def awaited(pending: int, to: int, source: int, peers: Iterable[int]) -> list[in
 
     Args:
         pending: the sum of the unfinished parts.
-        to, source: as in :meth:`Engine.exchange`.
+        to, source: as in :meth:`Matcher.exchange`.
         peers: all other ranks.
     """
     ranks = {to} if pending & SENDING else set()
@@ -589,7 +585,7 @@ def exchange_in_c(
 
     Args:
         exchange: function of :func:`collective.native.messages` or of ``native.streams``.
-        x, to, out, source, tag: as in :meth:`Engine.exchange`.
+        x, to, out, source, tag: as in :meth:`Matcher.exchange`.
         deadline: deadline of the call.
         refuse_broken: function that raises if the communicator is broken or closed.
 

@@ -21,7 +21,7 @@ import numpy as np
 from collective.algorithms.messages import sendrecv
 from collective.backends.inbox import StreamLock
 from collective.backends.mail import PythonMail
-from collective.backends.matching import Engine, Waiter, awaited, describe
+from collective.backends.matching import Matcher, Waiter, awaited, describe
 from collective.backends.onesided import OneSided, Region
 from collective.contract.backend import ANY_SOURCE, Capabilities
 from collective.contract.failure import Failure
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 # The hubs in which the threads of a world meet, by job; connect() removes its hub when it ends.
-_hubs: dict[str, _Shared] = {}
+_hubs: dict[str, _SharedState] = {}
 _hubs_lock = threading.Lock()
 # Seconds between two checks for events that wake no waiting thread: in a call, and in connect().
 _LOOK_S, _MEET_S = 0.5, 0.02
@@ -59,7 +59,7 @@ _LOOK_S, _MEET_S = 0.5, 0.02
 _COPIES = 1024
 
 
-class _Shared:
+class _SharedState:
     """State that the ranks of one communicator share; ``condition`` guards all of it."""
 
     def __init__(self, size: int) -> None:
@@ -82,7 +82,7 @@ class _Shared:
         ]
         # Messages to a rank from another one, in order.
         self.mail: defaultdict[tuple[int, int], deque[_Message]] = defaultdict(deque)
-        self.groups: dict[tuple[tuple[int, ...], int], _Shared] = {}
+        self.groups: dict[tuple[tuple[int, ...], int], _SharedState] = {}
         self.joined: set[int] = set()
 
     def tell(self) -> None:
@@ -109,7 +109,7 @@ class _Box:
     The receiver copies a long message directly from the sender's array.
     """
 
-    def __init__(self, hub: _Shared, rank: int, peer: int) -> None:
+    def __init__(self, hub: _SharedState, rank: int, peer: int) -> None:
         self._hub = hub
         self._rank, self._peer = rank, peer
         self._outgoing, self._incoming = hub.mail[peer, rank], hub.mail[rank, peer]
@@ -176,7 +176,7 @@ class ThreadsBackend(OneSided):
         grows=True,
     )
 
-    def __init__(self, hub: _Shared, rank: int) -> None:
+    def __init__(self, hub: _SharedState, rank: int) -> None:
         self.rank = rank
         self.size = hub.size
         self.meeting = hub.token
@@ -189,7 +189,7 @@ class ThreadsBackend(OneSided):
     def connect(cls, world: World, deadline: Deadline) -> Self:
         """Wait for the other threads of ``world.job``; see :meth:`Backend.connect`."""
         with _hubs_lock:
-            hub = _hubs.setdefault(world.job, _Shared(world.size))
+            hub = _hubs.setdefault(world.job, _SharedState(world.size))
         self = cls(hub, world.rank)
         with hub.condition:
             hub.joined.add(world.rank)
@@ -217,10 +217,10 @@ class ThreadsBackend(OneSided):
     # -- point to point -----------------------------------------------------------------
 
     @functools.cached_property
-    def _engine(self) -> Engine:
+    def _engine(self) -> Matcher:
         hub, rank = self._hub, self.rank
         others = (peer for peer in range(hub.size) if peer != rank)
-        return Engine({peer: _Box(hub, rank, peer) for peer in others}, hub.tell, rank)
+        return Matcher({peer: _Box(hub, rank, peer) for peer in others}, hub.tell, rank)
 
     @functools.cached_property
     def mail(self) -> PythonMail:  # type: ignore[override]  # an attribute elsewhere
@@ -449,14 +449,14 @@ class ThreadsBackend(OneSided):
         with self._hub.condition:
             self.refuse_broken("group")
             self._made[key] = nth = self._made.get(key, 0) + 1
-            hub = self._hub.groups.setdefault((key, nth), _Shared(len(key)))
+            hub = self._hub.groups.setdefault((key, nth), _SharedState(len(key)))
             hub.joined.add(self.rank)
             if len(hub.joined) == len(key):
                 del self._hub.groups[key, nth]
         return ThreadsBackend(hub, key.index(self.rank))
 
 
-def _drop(hub: _Shared, rank: int, owner: int) -> None:
+def _drop(hub: _SharedState, rank: int, owner: int) -> None:
     """Mark a rank as gone for its peers, because its transport was garbage-collected."""
     # Do not wait for the lock: a finalizer may run at any point of the program. Peers that wait
     # need no wake-up, because they check again after _LOOK_S.

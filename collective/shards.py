@@ -18,7 +18,7 @@ import numpy as np
 
 from collective.algorithms import arithmetic, pieces
 from collective.algorithms.folds import Folding
-from collective.algorithms.trees import Merging, Span, nodes
+from collective.algorithms.trees import Leaves, Merging, nodes
 from collective.errors import DtypeError, InvalidArgumentError, ShapeError
 from collective.memory.arrays import Adapter, adapter_of
 from collective.memory.buffer import Buffer
@@ -30,7 +30,7 @@ from collective.request import name_ranks
 MOST = 4096
 
 
-class _Ranks(Protocol):
+class _Position(Protocol):
     """Part of a communicator that :class:`Shards` needs."""
 
     rank: int
@@ -69,7 +69,7 @@ class Shards:
 
     __slots__ = ("_held", "_rank", "size", "total")
 
-    def __init__(self, total: int, comm: _Ranks, *, held: Sequence[range] | None = None) -> None:
+    def __init__(self, total: int, comm: _Position, *, held: Sequence[range] | None = None) -> None:
         if isinstance(total, bool) or not isinstance(total, (int, np.integer)):
             raise InvalidArgumentError(f"Shards: total {total!r}; expected an integer.")
         if not 1 <= total <= MOST:
@@ -134,7 +134,7 @@ class Shards:
         text = repr((self.total, shard, *place))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
-    def nodes_of(self, rank: int) -> list[Span]:
+    def nodes_of(self, rank: int) -> list[Leaves]:
         """Return the nodes of the tree that a rank can fold by itself, in order.
 
         There is one node if the rank's shards begin at a multiple of their number, which is a
@@ -221,7 +221,7 @@ class ShardFold:
             )
         leaf = self._leaf(x)
         assert self._folding is not None
-        span = Span(mine[self.added], mine[self.added] + 1)
+        span = Leaves(mine[self.added], mine[self.added] + 1)
         merging, folding = self._merging, self._folding
         # A shard that does not merge at once is copied, since the caller may change its array.
         with np.errstate(all="ignore"):

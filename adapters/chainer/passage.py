@@ -60,11 +60,7 @@ class Passage:
         self._began = time.perf_counter()
 
     def forward(
-        self,
-        action: Action,
-        labels: _Arrays,
-        loss: Callable[..., Any] | None,
-        share: float,
+        self, action: Action, labels: _Arrays, loss: Callable[..., Any] | None, share: float
     ) -> None:
         """Compute a micro-batch's outputs and send them on; at the last stage, compute its loss."""
         arrays = self._received(action)

@@ -41,7 +41,7 @@ from collective.inner import comm_or_current, pass_over
 from collective.ops import NAMES, Op
 from collective.request import call_site
 
-from .traced import Call, bind
+from .traced import JitCall, bind
 
 __all__ = [
     "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "recv", "reduce",
@@ -466,16 +466,16 @@ def barrier(comm: Communicator | None = None) -> None:
 # -- helpers -----------------------------------------------------------------------------------
 
 
-def _call(name: str, comm: Communicator, *, delegate: bool = False, **arguments: Any) -> Call:
-    return Call(name, comm, tuple(arguments.items()), call_site(), delegate)
+def _call(name: str, comm: Communicator, *, delegate: bool = False, **arguments: Any) -> JitCall:
+    return JitCall(name, comm, tuple(arguments.items()), call_site(), delegate)
 
 
-def _scatter(comm: Communicator, root: int, axis: int, pieces: Sequence[int]) -> Call:
+def _scatter(comm: Communicator, root: int, axis: int, pieces: Sequence[int]) -> JitCall:
     call = _call("scatter", comm, root=root, axis=axis)
     return call.with_(counts=tuple(pieces)) if comm.rank == root else call
 
 
-def _fold(x: Any, shape: Sequence[int], op: Op, call: Call, adjoint: Call) -> jax.Array:
+def _fold(x: Any, shape: Sequence[int], op: Op, call: JitCall, adjoint: JitCall) -> jax.Array:
     """Fold the ranks' arrays; ``call`` lacks the op, and ``adjoint`` is that of a sum."""
     if op == "sum":
         return bind(x, call.with_(op="sum"), adjoint, shape)
@@ -490,7 +490,7 @@ def _fold(x: Any, shape: Sequence[int], op: Op, call: Call, adjoint: Call) -> ja
     return fold(x)
 
 
-def _partial(call: Call, op: Op, x: Any) -> Any:
+def _partial(call: JitCall, op: Op, x: Any) -> Any:
     """Return the derivative of a fold by this rank's ``x``, elementwise."""
     comm = call.comm
     if op == "avg":

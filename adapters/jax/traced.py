@@ -43,7 +43,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
-class Call:
+class JitCall:
     """Call of a communicator, without its array.
 
     Attributes:
@@ -60,7 +60,7 @@ class Call:
     site: str
     delegate: bool = False
 
-    def with_(self, **arguments: Any) -> Call:
+    def with_(self, **arguments: Any) -> JitCall:
         """Return the same call with more arguments."""
         return dataclasses.replace(self, arguments=(*self.arguments, *arguments.items()))
 
@@ -109,7 +109,7 @@ for _kinds in (
 _primitive = Primitive("collective")
 
 
-def bind(x: Any, call: Call, adjoint: Call | None, shape: Sequence[int]) -> Any:
+def bind(x: Any, call: JitCall, adjoint: JitCall | None, shape: Sequence[int]) -> Any:
     """Return the result of a call with array ``x``; make or trace the call.
 
     Args:
@@ -128,12 +128,12 @@ _primitive.def_impl(_compiled)
 
 
 @_primitive.def_effectful_abstract_eval  # type: ignore[untyped-decorator,unused-ignore]
-def _abstract(x: Any, *, call: Call, adjoint: Call | None, shape: tuple[int, ...]) -> Any:
+def _abstract(x: Any, *, call: JitCall, adjoint: JitCall | None, shape: tuple[int, ...]) -> Any:
     return core.ShapedArray(shape, x.dtype), {_EFFECT}
 
 
 def _batch(
-    args: Any, dims: Any, *, call: Call, adjoint: Call | None, shape: tuple[int, ...]
+    args: Any, dims: Any, *, call: JitCall, adjoint: JitCall | None, shape: tuple[int, ...]
 ) -> Any:
     """Make one call for a batch: its dimension becomes the last, behind the call's axis."""
     (x,), (dim,) = args, dims
@@ -142,7 +142,7 @@ def _batch(
 
 
 def _forward(
-    primals: Any, tangents: Any, *, call: Call, adjoint: Call | None, shape: tuple[int, ...]
+    primals: Any, tangents: Any, *, call: JitCall, adjoint: JitCall | None, shape: tuple[int, ...]
 ) -> Any:
     """Make the call with the tangents as well."""
     if adjoint is None:
@@ -153,12 +153,14 @@ def _forward(
     return [bind(x, call, adjoint, shape) for x in (*primals, *tangents)]
 
 
-def _transposed(g: Any, x: Any, *, call: Call, adjoint: Call, shape: tuple[int, ...]) -> Any:
+def _transposed(g: Any, x: Any, *, call: JitCall, adjoint: JitCall, shape: tuple[int, ...]) -> Any:
     """Make the adjoint call with the gradient of the result."""
     return [ad.Zero(x.aval) if type(g) is ad.Zero else bind(g, adjoint, call, x.aval.shape)]
 
 
-def _lower(ctx: Any, x: Any, *, call: Call, adjoint: Call | None, shape: tuple[int, ...]) -> Any:
+def _lower(
+    ctx: Any, x: Any, *, call: JitCall, adjoint: JitCall | None, shape: tuple[int, ...]
+) -> Any:
     """Lower to a custom call whose last operand and result are the effect's token."""
     (aval,) = ctx.avals_in
     executable = _Executable()
@@ -173,7 +175,7 @@ def _lower(ctx: Any, x: Any, *, call: Call, adjoint: Call | None, shape: tuple[i
     return [result]
 
 
-def _refuse(ctx: Any, x: Any, *, call: Call, **_: Any) -> Any:
+def _refuse(ctx: Any, x: Any, *, call: JitCall, **_: Any) -> Any:
     """Refuse to lower for other platforms than the CPU."""
     raise UnsupportedError(
         f"{call.name}: a call inside jit for {', '.join(ctx.module_context.platforms)}; only the "
@@ -192,10 +194,10 @@ mlir.register_lowering(_primitive, _refuse)
 
 
 @dataclass(frozen=True, eq=False)
-class _Entry:
+class _CompiledCall:
     """Call of a compiled program: with the shapes and dtype of its arrays."""
 
-    call: Call
+    call: JitCall
     input_shape: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -213,25 +215,25 @@ class _Executable:
         )
 
 
-class _Thread(threading.local):
+class _ThreadState(threading.local):
     """State of a thread: whether it makes a call for XLA."""
 
     makes = False
 
 
-_entries: dict[int, _Entry] = {}
+_entries: dict[int, _CompiledCall] = {}
 # Entries of executables that are gone. XLA may still run their programs in the background.
-_released: deque[_Entry] = deque()
+_released: deque[_CompiledCall] = deque()
 # Number of released entries at which this module waits for the programs.
 _MOST_RELEASED = 64
 _ordinals = itertools.count()
 # The second number of every call, for the native core; as in handler.c.
 _SECOND = -1
-_thread = _Thread()
+_thread = _ThreadState()
 
 
 def _enter(
-    call: Call,
+    call: JitCall,
     input_shape: tuple[int, ...],
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
@@ -247,7 +249,7 @@ def _enter(
     facts = (call.name, call.arguments, call.delegate, input_shape, shape, str(dtype))
     number = zlib.crc32(repr(facts).encode()) << 31 | next(_ordinals)
     repeated = RepeatedCall(call.comm, (number, _SECOND), clears=call.delegate, drain=_drain)
-    entry = _entries[number] = _Entry(call, input_shape, shape, dtype, number, repeated)
+    entry = _entries[number] = _CompiledCall(call, input_shape, shape, dtype, number, repeated)
     weakref.finalize(executable, _released.append, entry).atexit = False
     return number
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .exceptions import CLASSES, MPIError, guarded
-from .handles import Handle, Inner
+from .handles import Handle, OpaqueObject
 
 KEYVAL_INVALID = 0
 _numbers = itertools.count(1000)
@@ -88,7 +88,7 @@ def _keyval(number: int) -> _Keyval:
     return _keyvals[number]
 
 
-def copy_attributes(handle: Any, copy: Inner) -> None:
+def copy_attributes(handle: Any, copy: OpaqueObject) -> None:
     """Set the attributes of a duplicate, as the keyvals' functions say."""
     for keyval, value in handle._live.attributes.items():
         function = _keyvals[keyval].copy
@@ -118,6 +118,6 @@ class Errhandler(Handle, kind=True):
 
 
 ERRHANDLER_NULL = Errhandler._constant("ERRHANDLER_NULL")
-ERRORS_RETURN = Errhandler._constant("ERRORS_RETURN", Inner(function=None))
-ERRORS_ABORT = Errhandler._constant("ERRORS_ABORT", Inner(function=None))
-ERRORS_ARE_FATAL = Errhandler._constant("ERRORS_ARE_FATAL", Inner(function=None))
+ERRORS_RETURN = Errhandler._constant("ERRORS_RETURN", OpaqueObject(function=None))
+ERRORS_ABORT = Errhandler._constant("ERRORS_ABORT", OpaqueObject(function=None))
+ERRORS_ARE_FATAL = Errhandler._constant("ERRORS_ARE_FATAL", OpaqueObject(function=None))

@@ -50,7 +50,7 @@ def in_place(buf: Any) -> bool:
 
 
 def _gathering(read: Read) -> Any:
-    def prepare(self: Collectives, sendbuf: Any, recvbuf: Any, root: int = 0) -> Operation:
+    def prepare(self: CollectiveMethods, sendbuf: Any, recvbuf: Any, root: int = 0) -> Operation:
         """Put all ranks' buffers together at the root."""
         rank, size = self._rooted(root)
         receives = list(enumerate(read(recvbuf, True, size))) if rank == root else []
@@ -63,7 +63,7 @@ def _gathering(read: Read) -> Any:
 
 
 def _scattering(read: Read) -> Any:
-    def prepare(self: Collectives, sendbuf: Any, recvbuf: Any, root: int = 0) -> Operation:
+    def prepare(self: CollectiveMethods, sendbuf: Any, recvbuf: Any, root: int = 0) -> Operation:
         """Give each rank its part of the root's buffer."""
         rank, size = self._rooted(root)
         sends = list(enumerate(read(sendbuf, False, size))) if rank == root else []
@@ -76,7 +76,7 @@ def _scattering(read: Read) -> Any:
 
 
 def _gathering_everywhere(read: Read) -> Any:
-    def prepare(self: Collectives, sendbuf: Any, recvbuf: Any) -> Operation:
+    def prepare(self: CollectiveMethods, sendbuf: Any, recvbuf: Any) -> Operation:
         """Put all ranks' buffers together on all ranks."""
         rank, size = self._live.rank, self._live.size
         receives = list(enumerate(read(recvbuf, True, size)))
@@ -90,7 +90,7 @@ def _gathering_everywhere(read: Read) -> Any:
 
 
 def _exchanging(read: Read) -> Any:
-    def prepare(self: Collectives, sendbuf: Any, recvbuf: Any) -> Operation:
+    def prepare(self: CollectiveMethods, sendbuf: Any, recvbuf: Any) -> Operation:
         """Give each rank its part of each rank's buffer."""
         size = self._live.size
         receives = list(enumerate(read(recvbuf, True, size)))
@@ -101,7 +101,7 @@ def _exchanging(read: Read) -> Any:
     return forms(prepare)
 
 
-class Collectives(Handle):
+class CollectiveMethods(Handle):
     """Methods of communicators that all ranks call."""
 
     __slots__ = ()
@@ -446,7 +446,7 @@ class Collectives(Handle):
     Reduce_scatter, Ireduce_scatter, Reduce_scatter_init = forms(_Reduce_scatter)
 
 
-class Prefixes(Collectives):
+class Prefixes(CollectiveMethods):
     """Methods of communicators of one group that combine the inputs of the lower ranks."""
 
     __slots__ = ()

@@ -11,13 +11,13 @@ import collective
 from collective.inner import platform, session
 
 from .attributes import ERRORS_RETURN, Attributed, Errhandler, copy_attributes, delete_attributes
-from .collectives import CALL_TAGS, Collectives, Prefixes
+from .collectives import CALL_TAGS, CollectiveMethods, Prefixes
 from .exceptions import CLASSES, TRANSLATED, MPIError, last_used, refusing
 from .groups import CONGRUENT, IDENT, UNDEFINED, Group, members
-from .handles import Inner, Named, reader
+from .handles import Named, OpaqueObject, reader
 from .info import INFO_NULL, Info
 from .operations import ANY_SOURCE, idle
-from .point_to_point import TAG_UB, PointToPoint
+from .point_to_point import TAG_UB, MessageMethods
 from .requests import Request
 
 COMM_TYPE_SHARED, COMM_TYPE_HW_GUIDED, COMM_TYPE_HW_UNGUIDED, COMM_TYPE_RESOURCE_GUIDED = range(4)
@@ -33,7 +33,7 @@ _CALLS_WITHOUT_PLANS = 8
 _FOREVER = 1e9
 
 
-class Context(Inner):
+class Context(OpaqueObject):
     """What a handle of a communicator names.
 
     Args:
@@ -93,7 +93,7 @@ _NO_INTERCOMMUNICATORS = (
 )
 
 
-class Comm(Named, PointToPoint, Collectives, Attributed, kind=True):
+class Comm(Named, MessageMethods, CollectiveMethods, Attributed, kind=True):
     """Communicator."""
 
     __slots__ = ()
@@ -143,7 +143,7 @@ class Comm(Named, PointToPoint, Collectives, Attributed, kind=True):
     @classmethod
     def Create_errhandler(cls, errhandler_fn: Callable[..., None]) -> Errhandler:
         """Return a handler that calls ``errhandler_fn(handle, code)``."""
-        return Errhandler._of(Inner(function=errhandler_fn))  # type: ignore[no-any-return]
+        return Errhandler._of(OpaqueObject(function=errhandler_fn))  # type: ignore[no-any-return]
 
     def Get_errhandler(self) -> Errhandler:
         """Return the handler."""
@@ -320,7 +320,7 @@ def mail_of(comm: Comm) -> Any:
     return comm._live.points
 
 
-class _World:
+class _WorldState:
     """The world of this process, once it is connected.
 
     Attributes:
@@ -332,7 +332,7 @@ class _World:
     alone: Any = None
 
 
-world = _World()
+world = _WorldState()
 
 
 def begin() -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from .attributes import Attributed, copy_attributes, delete_attributes
 from .exceptions import CLASSES, MPIError
 from .handles import Named, reader
-from .layouts import Layout, Piece
+from .layouts import Piece, TypeLayout
 from .memory import Bytes, bytes_of
 
 ORDER_C, ORDER_FORTRAN = 0, 1
@@ -51,7 +51,7 @@ class Datatype(Named, Attributed, kind=True):
     null_error = CLASSES["ERR_TYPE"]
 
     def _make(self, combiner: str, params: dict[str, Any], blocks: Any, bounds: Any = None) -> Any:
-        return type(self)._of(Layout(combiner, params, blocks, bounds, self._live))
+        return type(self)._of(TypeLayout(combiner, params, blocks, bounds, self._live))
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         layout = self._inner
@@ -136,7 +136,7 @@ class Datatype(Named, Attributed, kind=True):
         layouts = [datatype._live for datatype in datatypes]
         blocks = list(zip(places, lengths, layouts))
         params = {"blocklengths": lengths, "displacements": places, "datatypes": layouts}
-        return cls._of(Layout("STRUCT", params, blocks))
+        return cls._of(TypeLayout("STRUCT", params, blocks))
 
     def Create_subarray(
         self, sizes: Sequence[int], subsizes: Sequence[int], starts: Sequence[int],
@@ -233,7 +233,7 @@ class Datatype(Named, Attributed, kind=True):
         if name not in CONSTANTS:
             raise MPIError(CLASSES["ERR_ARG"])
         named = CONSTANTS[name]._inner
-        layout = Layout(combiner, params, [(0, 1, named)])
+        layout = TypeLayout(combiner, params, [(0, 1, named)])
         layout.char, layout.text, layout.code = named.char, named.text, named.code
         return cls._of(layout)
 
@@ -387,7 +387,7 @@ def _real_size(digits: int, exponent: int) -> int:
     return next((size for size, p, r in real[1:] if digits <= p and exponent <= r), 0)
 
 
-def handle_of(layout: Layout) -> Any:
+def handle_of(layout: TypeLayout) -> Any:
     """Return a handle for a layout: the constant if it is one's."""
     return layout.constant if layout.constant is not None else Datatype._of(layout)
 
@@ -397,7 +397,7 @@ def blocks_of(datatype: Datatype) -> list[tuple[int, int, Any]]:
     return [(offset, count, handle_of(child)) for offset, count, child in datatype._live.blocks]
 
 
-def _contents(layout: Layout) -> tuple[list[int], list[int], list[int], list[Layout]]:
+def _contents(layout: TypeLayout) -> tuple[list[int], list[int], list[int], list[TypeLayout]]:
     """Return integers, addresses, counts and datatypes, in MPI's order for the combiner."""
     params, combiner = layout.params, layout.combiner
     if combiner == "NAMED":
@@ -459,7 +459,7 @@ _ALIASES = (
 
 
 def _define(name: str, char: str, text: str, code: str) -> None:
-    layout = Layout("NAMED")
+    layout = TypeLayout("NAMED")
     layout.size = layout.extent = layout.true_extent = int(text[1:]) * (4 if text == "U1" else 1)
     layout.align = min(layout.size // (2 if text[0] == "c" else 1), 16)
     layout.dense = True
@@ -472,7 +472,7 @@ def _define(name: str, char: str, text: str, code: str) -> None:
 def _define_pair(value: str) -> None:
     child, index = CONSTANTS[value]._inner, CONSTANTS["INT"]._inner
     place = child.size + -child.size % 4
-    layout = Layout("STRUCT", None, [(0, 1, child), (place, 1, index)])
+    layout = TypeLayout("STRUCT", None, [(0, 1, child), (place, 1, index)])
     layout.combiner = "NAMED"
     # As the pair travels, without gaps.
     layout.dtype = np.dtype([("value", child.dtype), ("index", "i4")])

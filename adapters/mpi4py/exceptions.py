@@ -107,13 +107,13 @@ class MPIError(RuntimeError):
 MPIError.__name__ = MPIError.__qualname__ = "Exception"  # its name in mpi4py
 
 
-class UnsupportedError(NotImplementedError):
+class MissingPartError(NotImplementedError):
     """Part of MPI that this module does not have; the text says why, and what to use."""
 
 
 def refuse(what: str, why: str, instead: str) -> NoReturn:
-    """Raise UnsupportedError. Every rank comes to it by its own arguments, so no rank waits."""
-    raise UnsupportedError(f"{what}: collective.adapters.mpi4py does not have it: {why}. {instead}")
+    """Raise MissingPartError. Every rank comes to it by its own arguments, so no rank waits."""
+    raise MissingPartError(f"{what}: collective.adapters.mpi4py does not have it: {why}. {instead}")
 
 
 def refusing(what: str, why: str, instead: str) -> Any:

@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .exceptions import CLASSES, MPIError, refusing
-from .handles import Handle, Inner, reader
+from .handles import Handle, OpaqueObject, reader
 
 UNDEFINED = -32766
 PROC_NULL = -2
 IDENT, CONGRUENT, SIMILAR, UNEQUAL = range(4)
 
 
-def members(ranks: Sequence[int], own: int) -> Inner:
+def members(ranks: Sequence[int], own: int) -> OpaqueObject:
     """Return what a group's handle names.
 
     Args:
         ranks: ranks of the members in the world.
         own: rank of this process in the world.
     """
-    return Inner(ranks=tuple(ranks), own=own)
+    return OpaqueObject(ranks=tuple(ranks), own=own)
 
 
 class Group(Handle, kind=True):

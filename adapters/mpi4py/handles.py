@@ -1,8 +1,8 @@
-"""Handles, as mpi4py's objects are: several Python objects may name one inner object.
+"""Handles, as mpi4py's objects are: several Python objects may name one opaque object.
 
 ``Comm(comm)`` is a second handle of the same communicator, ``Free`` clears the handle that it is
 called on, and a cleared handle equals the null handle of its class. What a handle names is an
-:class:`Inner`. Constants such as ``COMM_WORLD`` pickle as their names.
+:class:`OpaqueObject`. Constants such as ``COMM_WORLD`` pickle as their names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .exceptions import MPIError
 _numbers = itertools.count(1)
 
 
-class Inner:
+class OpaqueObject:
     """What handles name: a communicator, a group, a datatype and so on.
 
     Args:
@@ -69,9 +69,9 @@ class Handle:
 
     null_error: ClassVar[int] = 0
     constants_end: ClassVar[bool] = False
-    # The class that all handles of this kind derive from, its inner objects and its constants.
+    # The class that all handles of this kind derive from, its opaque objects and its constants.
     _kind: ClassVar[type[Handle]]
-    _known: ClassVar[weakref.WeakValueDictionary[int, Inner]]
+    _known: ClassVar[weakref.WeakValueDictionary[int, OpaqueObject]]
     _null: ClassVar[Handle | None]
     _names: ClassVar[dict[int, str]]
     _inner: Any
@@ -98,14 +98,14 @@ class Handle:
         return self
 
     @classmethod
-    def _of(cls, inner: Inner | None) -> Any:
-        """Return a handle of this class for an inner object."""
+    def _of(cls, inner: OpaqueObject | None) -> Any:
+        """Return a handle of this class for an opaque object."""
         self = object.__new__(cls)
         self._inner = inner
         return self
 
     @classmethod
-    def _constant(cls, name: str, inner: Inner | None = None) -> Any:
+    def _constant(cls, name: str, inner: OpaqueObject | None = None) -> Any:
         """Return a handle that pickles as ``name`` of ``mpi4py.MPI``."""
         self = cls._of(inner)
         cls._names[id(self)] = name
@@ -135,7 +135,7 @@ class Handle:
 
     @property
     def _live(self) -> Any:
-        """The inner object; raises ``MPI.Exception`` for a null handle."""
+        """The opaque object; raises ``MPI.Exception`` for a null handle."""
         if self._inner is None:
             raise MPIError(self.null_error)
         return self._inner
@@ -192,7 +192,7 @@ class Handle:
 
 
 def reader(read: Callable[[Any], Any], what: str) -> tuple[Any, Any]:
-    """Return a method that reads something of the inner object, and the property of it."""
+    """Return a method that reads something of the opaque object, and the property of it."""
 
     def get(self: Any) -> Any:
         return read(self._live)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 from .exceptions import CLASSES, MPIError
-from .handles import Handle, Inner
+from .handles import Handle, OpaqueObject
 
 MAX_INFO_KEY, MAX_INFO_VAL = 255, 1024
 
@@ -22,7 +22,7 @@ class Info(Handle, MutableMapping[str, str], kind=True):
     @classmethod
     def Create(cls, items: Any = None) -> Any:
         """Return hints with ``items``: another info, a mapping or pairs."""
-        info = cls._of(Inner(items={}))
+        info = cls._of(OpaqueObject(items={}))
         if items:
             info.update(items)
         return info
@@ -34,7 +34,7 @@ class Info(Handle, MutableMapping[str, str], kind=True):
         items = {"maxprocs": "1", "soft": "1", "wdir": os.getcwd(), "thread_level": _LEVEL}
         if args:
             items |= {"command": args[0], "argv": " ".join(args[1:])}
-        return cls._of(Inner(items=items))
+        return cls._of(OpaqueObject(items=items))
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self and self._inner.constant is None:
@@ -45,7 +45,7 @@ class Info(Handle, MutableMapping[str, str], kind=True):
 
     def Dup(self) -> Any:
         """Return a copy."""
-        return type(self)._of(Inner(items=dict(self._live.items)))
+        return type(self)._of(OpaqueObject(items=dict(self._live.items)))
 
     def Get(self, key: str) -> str | None:
         """Return a value, or None."""

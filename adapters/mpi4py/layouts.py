@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from .exceptions import CLASSES, MPIError
-from .handles import Inner
+from .handles import OpaqueObject
 from .memory import Bytes, address_of, raw
 
-_Block = tuple[int, int, "Layout"]
+_Block = tuple[int, int, "TypeLayout"]
 
 
-class Layout(Inner):
+class TypeLayout(OpaqueObject):
     """Bytes of one element.
 
     Args:
@@ -41,7 +41,7 @@ class Layout(Inner):
 
     def __init__(
         self, combiner: str, params: dict[str, Any] | None = None, blocks: Sequence[_Block] = (),
-        bounds: tuple[int, int] | None = None, base: Layout | None = None,
+        bounds: tuple[int, int] | None = None, base: TypeLayout | None = None,
     ) -> None:  # fmt: skip
         self.combiner = combiner
         self.params = params or {}
@@ -139,7 +139,7 @@ class Piece:
 
     __slots__ = ("count", "layout", "memory", "nbytes", "offset")
 
-    def __init__(self, memory: Bytes | None, offset: int, count: int, layout: Layout) -> None:
+    def __init__(self, memory: Bytes | None, offset: int, count: int, layout: TypeLayout) -> None:
         if count < 0:
             raise MPIError(CLASSES["ERR_COUNT"], f"message: negative count {count}")
         self.memory = memory

@@ -55,7 +55,7 @@ def described(obj: Any, writable: bool) -> tuple[Bytes, str]:
     Raises:
         TypeError: the object has no memory.
         BufferError: the memory is not contiguous, or read-only and to be written.
-        UnsupportedError: the memory is a GPU's.
+        MissingPartError: the memory is a GPU's.
     """
     if obj is None or isinstance(obj, Constant):
         return _EMPTY, "B"

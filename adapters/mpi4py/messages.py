@@ -15,10 +15,10 @@ import numpy as np
 
 from .datatypes import CODES, CONSTANTS, Datatype
 from .handles import BOTTOM
-from .layouts import Layout, Piece
+from .layouts import Piece, TypeLayout
 from .memory import Bytes, bytes_of, described
 
-_BYTE: Layout = CONSTANTS["BYTE"]._inner
+_BYTE: TypeLayout = CONSTANTS["BYTE"]._inner
 #: Types of arrays that travel as they are; those of foreign byte order are none of them.
 PLAIN = frozenset(map(np.dtype, "?bhilqBHILQefdgFDG"))
 #: No message, of a rank that takes no part or whose peer is ``PROC_NULL``.

@@ -18,7 +18,7 @@ from collective.contract.mail import CANCELLED, OVER
 from .datatypes import CONSTANTS, Datatype
 from .exceptions import CLASSES, TRANSLATED, MPIError, guarded, translated
 from .groups import UNDEFINED
-from .handles import Inner, name_methods
+from .handles import OpaqueObject, name_methods
 from .layouts import Piece
 from .pickling import loads
 
@@ -105,7 +105,7 @@ class Status:
         self._fields[:] = array.array("q", fields)
 
 
-class Operation(Inner):
+class Operation(OpaqueObject):
     """Messages that a call posts, and functions that follow once all are done.
 
     Args:

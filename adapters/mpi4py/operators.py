@@ -10,15 +10,15 @@ import numpy as np
 
 from .datatypes import handle_of
 from .exceptions import CLASSES, MPIError
-from .handles import Handle, Inner, reader
-from .layouts import Layout, Piece
+from .handles import Handle, OpaqueObject, reader
+from .layouts import Piece, TypeLayout
 from .memory import Bytes, buffer
 from .messages import simple
 
 _Fold = Callable[[Any, Any], Any]
 
 
-class Operator(Inner):
+class Operator(OpaqueObject):
     """What a handle of an operator names.
 
     Args:
@@ -115,7 +115,7 @@ def operator_of(op: Any) -> Operator:
     return op._live  # type: ignore[no-any-return]
 
 
-def check_defined(op: Operator, layout: Layout) -> None:
+def check_defined(op: Operator, layout: TypeLayout) -> None:
     """Check that an operator is defined for the elements of a layout.
 
     Each rank of a reduction checks it before it sends anything, although not each rank folds:
@@ -162,7 +162,7 @@ def fold(op: Operator, lower: Bytes, higher: Bytes, piece: Piece) -> None:
     higher[...] = second[places]
 
 
-def _call(op: Operator, lower: Bytes, higher: Bytes, layout: Layout) -> None:
+def _call(op: Operator, lower: Bytes, higher: Bytes, layout: TypeLayout) -> None:
     assert op.function is not None
     op.function(lower.view(buffer), higher.view(buffer), handle_of(layout))
 

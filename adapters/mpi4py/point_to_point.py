@@ -13,7 +13,7 @@ from collective import CollectiveError
 
 from .exceptions import CLASSES, TRANSLATED, MPIError, translated
 from .groups import PROC_NULL
-from .handles import Handle, Inner
+from .handles import Handle, OpaqueObject
 from .layouts import Piece
 from .memory import bytes_of
 from .messages import NOTHING, PLAIN, simple
@@ -88,12 +88,12 @@ def _looking(call: str) -> Any:
             os.sched_yield()  # programs poll, and the sender may need this processor
             return None if takes else False
         _fill(status, *(mail.status(message) if takes else message))
-        return Message._of(Inner(context=context, posted=message)) if takes else True
+        return Message._of(OpaqueObject(context=context, posted=message)) if takes else True
 
     return look
 
 
-class PointToPoint(Handle):
+class MessageMethods(Handle):
     """Methods of communicators that send, receive and probe."""
 
     __slots__ = ()

@@ -9,7 +9,7 @@ from typing import Any
 
 from .exceptions import CLASSES, MPIError, refusing
 from .groups import PROC_NULL, UNDEFINED
-from .handles import Handle, Inner
+from .handles import Handle, OpaqueObject
 from .info import Info
 from .layouts import Piece
 from .messages import simple
@@ -356,7 +356,7 @@ def _copy(matched: Any, piece: Piece) -> None:
 
 REQUEST_NULL = Request._constant("REQUEST_NULL")
 MESSAGE_NULL = Message._constant("MESSAGE_NULL")
-MESSAGE_NO_PROC = Message._constant("MESSAGE_NO_PROC", Inner(posted=None))
+MESSAGE_NO_PROC = Message._constant("MESSAGE_NO_PROC", OpaqueObject(posted=None))
 
 
 def forms(prepare: Callable[..., Operation]) -> tuple[Any, Any, Any]:

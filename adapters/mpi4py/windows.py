@@ -13,7 +13,7 @@ from collective.backends.shm.fence import fence
 from .communicators import world
 from .exceptions import CLASSES, TRANSLATED, MPIError, refuse, refuse_all
 from .groups import PROC_NULL, Group
-from .handles import Handle, Inner
+from .handles import Handle, OpaqueObject
 from .info import INFO_NULL, Info
 from .memory import Bytes, buffer
 
@@ -44,7 +44,7 @@ class Win(Handle, kind=True):
             comm: ranks of one host, such as those of ``Split_type(COMM_TYPE_SHARED)``.
 
         Raises:
-            UnsupportedError: the transport shares no memory.
+            MissingPartError: the transport shares no memory.
             MPIError: the ranks are on several hosts, or there is no memory.
         """
         context = (world.alone if comm is None else comm)._live
@@ -53,7 +53,7 @@ class Win(Handle, kind=True):
         ends = list(accumulate((nbytes for nbytes, _ in parts), initial=0))
         memory = _shared(context, ends[-1])
         pieces = [memory[start:stop] for start, stop in pairwise(ends)]
-        return cls._of(Inner(comm=comm, parts=pieces, units=[unit for _, unit in parts]))
+        return cls._of(OpaqueObject(comm=comm, parts=pieces, units=[unit for _, unit in parts]))
 
     def Shared_query(self, rank: int) -> tuple[buffer, int]:
         """Return a rank's part and its unit; with ``PROC_NULL`` the first part with a length."""

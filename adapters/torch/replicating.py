@@ -256,7 +256,7 @@ def reduce_add_coalesced(
     return list(_reduce_add(target, buffer_bytes, len(rows), *flat))
 
 
-class _Broadcast(torch.autograd.Function):
+class _BroadcastFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, places: list[torch.device], buffer_bytes: int, *tensors: Tensor
@@ -306,7 +306,7 @@ class _ReduceAdd(torch.autograd.Function):
         return (None, None, None, *[grad for row in rows for grad in row])
 
 
-_broadcast: Callable[..., tuple[Tensor, ...]] = _Broadcast.apply
+_broadcast: Callable[..., tuple[Tensor, ...]] = _BroadcastFunction.apply
 _reduce_add: Callable[..., tuple[Tensor, ...]] = _ReduceAdd.apply
 
 

@@ -101,7 +101,7 @@ class ShardLoop:
 
     def __iter__(self) -> Iterator[int]:
         passes = self.passes
-        state = _State(self._module, passes, self._check)
+        state = _ModuleState(self._module, passes, self._check)
         self._compare_buffers(state.layout())
         earlier = self._earlier_gradients()
         self._forget_gradients()
@@ -202,7 +202,7 @@ def _done(name: str, before: dict[str, str], layout: dict[str, str]) -> str:
     return f"{'replaced' if name in before else 'added'} ({layout[name]})"
 
 
-class _State:
+class _ModuleState:
     """State of a module beside its gradients, around the passes of one loop.
 
     Buffers and numbers begin each pass with their values from before the loop, and end the loop

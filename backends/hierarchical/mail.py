@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from collective.backends.inbox import Posted
+from collective.backends.inbox import Transfer
 from collective.backends.mail import BaseMail
 from collective.backends.matching import describe
 from collective.backends.peers.monitored import inside
@@ -52,7 +52,7 @@ class TwoLevelMail(BaseMail):
         self._topology = topology
         self._channel = channel
         # Receives from any rank, and those behind them.
-        self._waiting: list[Posted] = []
+        self._waiting: list[Transfer] = []
         self._turns = Turns()
 
     def send(self, data: Any, to: int, tag: int) -> Any:
@@ -67,7 +67,7 @@ class TwoLevelMail(BaseMail):
             return self._placed(level.receive(memory, rank, tag, mask, wait), level, source)
         if self._channel.failure or self._channel.closed:
             return NotImplemented
-        posted = Posted(memory, source, NOBODY, tag, mask)
+        posted = Transfer(memory, source, NOBODY, tag, mask)
         self._waiting.append(posted)
         self.progress()
         return posted
@@ -176,5 +176,5 @@ class TwoLevelMail(BaseMail):
         return None
 
 
-def _match(posted: Posted, message: Any) -> bool:
+def _match(posted: Transfer, message: Any) -> bool:
     return message.tag & posted.mask == posted.tag and posted.source in (message.source, ANY_SOURCE)

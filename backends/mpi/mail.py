@@ -16,7 +16,7 @@ import numpy as np
 
 from collective.backends.inbox import StreamLock
 from collective.backends.mail import PythonMail
-from collective.backends.matching import Engine, Waiter, awaited, describe
+from collective.backends.matching import Matcher, Waiter, awaited, describe
 from collective.contract.backend import ANY_SOURCE
 from collective.contract.failure import Failure
 from collective.contract.mail import EAGER_BYTES
@@ -36,7 +36,7 @@ _PREFIX = struct.Struct("<Qq")
 _COPIED_BYTES = 64 << 20
 
 
-class _Prefix(NamedTuple):
+class _MpiPrefix(NamedTuple):
     """Beginning of a message: its length and its tag, and the bytes of a short one."""
 
     nbytes: int
@@ -44,7 +44,7 @@ class _Prefix(NamedTuple):
     content: Array
 
 
-class _Line:
+class _MpiCarrier:
     """Messages to and from one rank, as a :class:`~collective.backends.inbox.Carrier`."""
 
     def __init__(self, module: Any, comm: Any, channel: Channel, peer: int) -> None:
@@ -53,7 +53,7 @@ class _Line:
         # Short messages that MPI has not passed on yet, with their bytes.
         self._sent: deque[tuple[Any, Array]] = deque()
         self._copied = 0
-        self._next: _Prefix | None = None
+        self._next: _MpiPrefix | None = None
 
     def write(self, content: Array, tag: int) -> Iterator[None]:
         """Send a message; yield until MPI has done so with a long one."""
@@ -79,7 +79,7 @@ class _Line:
         while self._sent and self._sent[0][0].Test():
             self._copied -= self._sent.popleft()[1].size
 
-    def prefix(self) -> _Prefix | None:
+    def prefix(self) -> _MpiPrefix | None:
         """Return the next prefix; None if there is none yet."""
         if self._next is None:
             status = self._module.Status()
@@ -91,10 +91,10 @@ class _Line:
             if head.size < _PREFIX.size:
                 self.refuse(f"a message of {head.size} bytes")
             nbytes, tag = _PREFIX.unpack_from(head.data)
-            self._next = _Prefix(nbytes, tag, head[_PREFIX.size :])
+            self._next = _MpiPrefix(nbytes, tag, head[_PREFIX.size :])
         return self._next
 
-    def read(self, prefix: _Prefix, out: Array) -> Iterator[None]:
+    def read(self, prefix: _MpiPrefix, out: Array) -> Iterator[None]:
         """Take a message; yield while bytes are missing."""
         self._next = None
         if prefix.nbytes <= EAGER_BYTES:
@@ -137,7 +137,7 @@ def _complete(requests: list[Any]) -> Iterator[None]:
 class _MpiMail(PythonMail):
     """Posted messages over MPI."""
 
-    lines: Mapping[int, _Line]
+    lines: Mapping[int, _MpiCarrier]
 
     def close(self) -> None:
         """End all operations; messages that MPI has not passed on keep their memory."""
@@ -149,8 +149,8 @@ class _MpiMail(PythonMail):
 def mail_of(module: Any, comm: Any, channel: Channel) -> PythonMail:
     """Return the posted messages of one rank of an MPI communicator."""
     peers = [rank for rank in range(channel.size) if rank != channel.rank]
-    lines = {peer: _Line(module, comm, channel, peer) for peer in peers}
-    engine = Engine(lines, rank=channel.rank)
+    lines = {peer: _MpiCarrier(module, comm, channel, peer) for peer in peers}
+    engine = Matcher(lines, rank=channel.rank)
 
     def wait(waiter: Waiter, to: int, source: int, tag: int, deadline: Deadline) -> None:
         pending = 0

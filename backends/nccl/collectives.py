@@ -46,7 +46,7 @@ _PIECES = frozenset({"reduce_scatter", "all_gather"})
 _ndarray = np.ndarray
 
 
-class Collectives(Backend):
+class NcclCollectives(Backend):
     """Collectives of the transport; see the module's docstring.
 
     Attributes:

@@ -127,7 +127,7 @@ class _Direction:
             self.condition.notify_all()
 
 
-class _MessageCall:
+class _StreamedCall:
     """Call on a message: its name in errors, its deadline, the caller's stream, and its peers."""
 
     __slots__ = ("deadline", "peers", "stream", "where")
@@ -161,7 +161,7 @@ class NcclMessages:
     def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
         """Send ``src``; work enqueued later on its stream may change it."""
         where = MessageCall("send", tag, dst, None)
-        call = _MessageCall(where, deadline, src.stream, (dst,))
+        call = _StreamedCall(where, deadline, src.stream, (dst,))
         self._wait_for_stream(call)
         self._send(src, dst, tag, call)
 
@@ -169,7 +169,7 @@ class NcclMessages:
         """Receive into ``dst`` and return the source; work enqueued later may read ``dst``."""
         peers = (src,) if src >= 0 else tuple(r for r in range(self._host.size) if r != self._rank)
         where = MessageCall("recv", tag, None, src)
-        call = _MessageCall(where, deadline, dst.stream, peers)
+        call = _StreamedCall(where, deadline, dst.stream, peers)
         self._wait_for_stream(call)
         return self._recv(dst, src, tag, call)
 
@@ -184,7 +184,7 @@ class NcclMessages:
             return
         where = MessageCall("sendrecv", tag, to, source)
         going, coming = (
-            _MessageCall(where, deadline, buffer.stream, where.peers) for buffer in (src, dst)
+            _StreamedCall(where, deadline, buffer.stream, where.peers) for buffer in (src, dst)
         )
         self._wait_for_stream(going)
         self._wait_for_stream(coming)
@@ -217,7 +217,7 @@ class NcclMessages:
 
     # -- the host's part ------------------------------------------------------------------
 
-    def _send(self, src: Buffer, dst: int, tag: int, call: _MessageCall) -> None:
+    def _send(self, src: Buffer, dst: int, tag: int, call: _StreamedCall) -> None:
         note_tag, grant_tag = _tags(tag)
         grant = _words(0)
         with inside(self._channel, call.where, call.deadline, call.peers):
@@ -228,7 +228,7 @@ class NcclMessages:
             direction = self._direction(self._rank, dst)
             self._issue(direction, int(grant.array[0]), src, call)
 
-    def _recv(self, dst: Buffer, src: int, tag: int, call: _MessageCall) -> int:
+    def _recv(self, dst: Buffer, src: int, tag: int, call: _StreamedCall) -> int:
         note_tag, grant_tag = _tags(tag)
         note = _words(0)
         with inside(self._channel, call.where, call.deadline, call.peers):
@@ -242,7 +242,7 @@ class NcclMessages:
             self._issue(direction, number, dst, call)
         return source
 
-    def _wait_for_stream(self, call: _MessageCall) -> None:
+    def _wait_for_stream(self, call: _StreamedCall) -> None:
         """Wait until the caller's stream has reached this call."""
         self._channel.check(call.where, call.peers, any_of=True)
         if call.stream.query():
@@ -262,7 +262,7 @@ class NcclMessages:
                 )
         event.release()
 
-    def _check_length(self, note: Buffer, dst: Buffer, source: int, call: _MessageCall) -> None:
+    def _check_length(self, note: Buffer, dst: Buffer, source: int, call: _StreamedCall) -> None:
         nbytes = int(note.array[0])
         if nbytes != dst.nbytes:
             text = (
@@ -284,7 +284,7 @@ class NcclMessages:
     # -- NCCL's part ----------------------------------------------------------------------
 
     def _issue(
-        self, direction: _Direction, number: int, buffer: Buffer, call: _MessageCall
+        self, direction: _Direction, number: int, buffer: Buffer, call: _StreamedCall
     ) -> None:
         """Enqueue a message that has its number on the direction's stream, in its turn."""
         wait = self._channel.wait(call.where, call.deadline, (direction.peer,))
@@ -296,7 +296,7 @@ class NcclMessages:
         # that wait for their turns raise.
         direction.end_turn()
 
-    def _open(self, direction: _Direction, call: _MessageCall) -> None:
+    def _open(self, direction: _Direction, call: _StreamedCall) -> None:
         try:
             comm = self._open_pair(*direction.pair, call.where, call.deadline)
         except (BackendUnavailableError, DeviceError):
@@ -311,7 +311,7 @@ class NcclMessages:
         direction.stream = call.stream.device.new_stream()
         direction.comm = comm
 
-    def _enqueue(self, direction: _Direction, buffer: Buffer, call: _MessageCall) -> None:
+    def _enqueue(self, direction: _Direction, buffer: Buffer, call: _StreamedCall) -> None:
         comm, stream, watch = direction.comm, direction.stream, self._watch
         assert comm is not None
         assert stream is not None

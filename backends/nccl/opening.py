@@ -82,7 +82,7 @@ class Card(NamedTuple):
         return cls(*json.loads(packed.tobytes()))
 
 
-class Meeting:
+class Handshake:
     """Exchange between the ranks before NCCL makes a communicator.
 
     Args:
@@ -97,7 +97,7 @@ class Meeting:
         self._path = path
 
     @classmethod
-    def of(cls, world: World) -> Meeting:
+    def of(cls, world: World) -> Handshake:
         """Return the meeting for this rank of ``world``."""
         options = world.options
         ordinal = int(options["device"]) if options.get("device") else None

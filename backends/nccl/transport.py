@@ -36,12 +36,12 @@ from collective.errors import (
     DeviceError,
 )
 
-from .collectives import Collectives
+from .collectives import NcclCollectives
 from .engine import NcclComm
 from .hosting import Reporting, breaker, broadcast_store, host_plane
 from .memory import Blocks
 from .messages import NcclMessages
-from .opening import Meeting
+from .opening import Handshake
 from .watch import Asked, Batch, Pending, Watch, failure_of
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ _SIDES = 128
 _tuple: Any = tuple.__new__
 
 
-class NcclBackend(Collectives, Monitored):
+class NcclBackend(NcclCollectives, Monitored):
     """Transport between ranks with one GPU each; see the module's docstring.
 
     Attributes:
@@ -80,7 +80,7 @@ class NcclBackend(Collectives, Monitored):
         grows=True,
     )
 
-    def __init__(self, host: Backend, channel: Channel, meeting: Meeting, devices: str) -> None:
+    def __init__(self, host: Backend, channel: Channel, meeting: Handshake, devices: str) -> None:
         super().__init__()
         self.rank, self.size = host.rank, host.size
         self.channel = channel
@@ -125,7 +125,7 @@ class NcclBackend(Collectives, Monitored):
             BackendUnavailableError: the transport takes arrays on GPUs only, and a rank has no
                 driver or no NCCL; on every rank.
         """
-        host, meeting = host_plane(world).connect(world, deadline), Meeting.of(world)
+        host, meeting = host_plane(world).connect(world, deadline), Handshake.of(world)
         devices = world.options.get("devices", "cuda")
         try:
             meeting.check(host, devices == "cuda", deadline)

@@ -70,7 +70,7 @@ class _StallCheck:
 
 
 @dataclass
-class _Exchange:
+class _Offers:
     """Texts that the members of a communicator offer each other under one name.
 
     Attributes:
@@ -114,7 +114,7 @@ class Hub:
         self._waits: dict[int, Message] = {}
         self._circles = Circles()
         self._looked_at = -math.inf
-        self._exchanges: dict[tuple[str, str], _Exchange] = {}
+        self._exchanges: dict[tuple[str, str], _Offers] = {}
         host = world.own_host
         try:
             listening, self.address = listen(host, world.ports)
@@ -315,7 +315,7 @@ class Hub:
             self._waits[rank] = message
             self._look_for_circles()
         elif kind == "offer":
-            exchange = self._exchanges.setdefault((channel, message["name"]), _Exchange(members))
+            exchange = self._exchanges.setdefault((channel, message["name"]), _Offers(members))
             exchange.texts[rank] = message["text"]
             exchange.fresh.add(rank)
         elif channel in self._checks and rank in self._checks[channel].members:  # a report
@@ -348,7 +348,7 @@ class Hub:
             asked = followed(stall_check.members, late.union(besides), reports, further)
             self._tell([rank], {"kind": "late", "channel": channel, "late": asked})
 
-    def _pass_on(self, channel: str, name: str, exchange: _Exchange) -> None:
+    def _pass_on(self, channel: str, name: str, exchange: _Offers) -> None:
         """Send the fresh texts to ranks that offered earlier, and all texts to the fresh ranks."""
         fresh, exchange.fresh = exchange.fresh, set()
         before = exchange.texts.keys() - fresh

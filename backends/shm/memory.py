@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 _PAGE = 4096
 
 
-class _Part:
+class _SymmetricSegment:
     """Symmetric segment. It refers to the array of the whole mapping, but does not keep it alive.
 
     Attributes:
@@ -43,7 +43,7 @@ class _Part:
         return None if root is None else root[rank * stride : (rank + 1) * stride]
 
 
-class _Adopted(_Part):
+class _Adopted(_SymmetricSegment):
     """Symmetric segment of memory that the ranks already had: one mapping for each rank.
 
     The mapping of this rank's own memory is the root.
@@ -66,8 +66,8 @@ class Heap:
         self._control = control
         self._count = 0
         self._listener: Callable[..., object] = lambda *segment: None
-        self._by_root: dict[int, _Part] = {}
-        self._by_number: dict[int, _Part] = {}
+        self._by_root: dict[int, _SymmetricSegment] = {}
+        self._by_number: dict[int, _SymmetricSegment] = {}
 
     def empty(self, nbytes: int, deadline: Deadline) -> Array:
         """Return this rank's part of a new segment; all ranks call it together.
@@ -107,7 +107,7 @@ class Heap:
                 )
         assert segment is not None
         root = np.frombuffer(segment.map, np.uint8)
-        self._know(_Part(self._count, root, control.rank, stride), root)
+        self._know(_SymmetricSegment(self._count, root, control.rank, stride), root)
         return root[control.rank * stride : control.rank * stride + nbytes]
 
     def adopt(
@@ -160,7 +160,7 @@ class Heap:
         """
         self._listener = listener
 
-    def _know(self, part: _Part, root: Array) -> None:
+    def _know(self, part: _SymmetricSegment, root: Array) -> None:
         ranks = range(self._control.size)
         addresses = [address_of(array) for r in ranks if (array := part.of(r)) is not None]
         self._listener(part.number, part.own_bytes, addresses)

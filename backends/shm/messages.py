@@ -15,14 +15,14 @@ import numpy as np
 
 from collective.backends.inbox import Array, StreamLock
 from collective.backends.mail import PythonMail
-from collective.backends.matching import RECEIVING, SENDING, Engine, Waiter, awaited, describe
+from collective.backends.matching import RECEIVING, SENDING, Matcher, Waiter, awaited, describe
 from collective.contract.backend import ANY_SOURCE
 from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 from collective.native import NOBODY
 
 from .control import BROKEN, Control, address_of
-from .ring import Prefix, Ring, refuse
+from .ring import Ring, RingPrefix, refuse
 
 __all__ = ["RingMessages", "describe", "mail_of", "receive_alone", "wait_for_message"]
 
@@ -43,7 +43,7 @@ class RingMessages:
         others = [rank for rank in range(control.size) if rank != control.rank]
         self._control = control
         self.carriers = {rank: RingPair(control, rank, single_copy) for rank in others}
-        self.engine = Engine(self.carriers, rank=control.rank)
+        self.engine = Matcher(self.carriers, rank=control.rank)
 
     def __call__(
         self,
@@ -74,7 +74,7 @@ class RingMessages:
         return exchange.sender
 
 
-def mail_of(control: Control, engine: Engine) -> PythonMail:
+def mail_of(control: Control, engine: Matcher) -> PythonMail:
     """Return the posted messages of a rank over ``engine``."""
 
     def wait(waiter: Waiter, to: int, source: int, tag: int, deadline: Deadline) -> None:
@@ -105,18 +105,18 @@ class RingPair:
         ring = self.outgoing
         is_long = content.size > ring.capacity // 2
         address = address_of(content) if is_long and self._single_copy else 0
-        yield from ring.put(Prefix(content.size, tag, address))
+        yield from ring.put(RingPrefix(content.size, tag, address))
         if address:
             while ring.filled():
                 yield
         else:
             yield from ring.write(content)
 
-    def prefix(self) -> Prefix | None:
+    def prefix(self) -> RingPrefix | None:
         """Return the next prefix and leave it in the ring; None if there is no prefix yet."""
         return self.incoming.prefix()
 
-    def read(self, prefix: Prefix, out: Array) -> Iterator[None]:
+    def read(self, prefix: RingPrefix, out: Array) -> Iterator[None]:
         """Take a message off the ring, or out of its sender's memory."""
         if not prefix.address:
             self.incoming.drop_prefix()

@@ -22,7 +22,7 @@ _WRITTEN, _READ = 0, 64
 _PREFIX_BYTES = 24
 
 
-class Prefix(NamedTuple):
+class RingPrefix(NamedTuple):
     """Beginning of a message, with one word for each attribute.
 
     Attributes:
@@ -75,7 +75,7 @@ class Ring:
 
     # -- for the sender -------------------------------------------------------------------
 
-    def put(self, prefix: Prefix) -> Iterator[None]:
+    def put(self, prefix: RingPrefix) -> Iterator[None]:
         """Write a prefix; yield while there is no room for all of it."""
         while self.capacity - self.filled() < _PREFIX_BYTES:
             yield
@@ -106,7 +106,7 @@ class Ring:
 
     # -- for the receiver -----------------------------------------------------------------
 
-    def prefix(self) -> Prefix | None:
+    def prefix(self) -> RingPrefix | None:
         """Return the next prefix and leave it in the ring; None if there is no prefix yet."""
         if self.filled() < _PREFIX_BYTES:
             return None
@@ -114,7 +114,7 @@ class Ring:
         fence()
         start = self._counts[_READ] // 8
         cells = self._cells
-        return Prefix(*(cells[(start + index) % len(cells)] for index in range(3)))
+        return RingPrefix(*(cells[(start + index) % len(cells)] for index in range(3)))
 
     def drop_prefix(self) -> None:
         """Take the prefix off the ring."""

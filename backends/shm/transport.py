@@ -12,7 +12,7 @@ import numpy as np
 
 from collective import native
 from collective.backends.mail import CompiledMail, PythonMail
-from collective.backends.matching import Engine
+from collective.backends.matching import Matcher
 from collective.backends.onesided import OneSided, Region
 from collective.contract.backend import Backend, Capabilities, Plan
 from collective.contract.failure import Failure
@@ -200,7 +200,7 @@ class ShmBackend(OneSided):
         """Posted messages of this rank; most communicators have none."""
         if self.exchange is not None:
             return make_mail(self.exchange, self._control)
-        alone = Engine({}, rank=self.rank)
+        alone = Matcher({}, rank=self.rank)
         return mail_of(self._control, getattr(self._transfer, "engine", alone))
 
     def _can_read(self, probe: Array, deadline: Deadline) -> bool:

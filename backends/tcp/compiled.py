@@ -21,7 +21,7 @@ from collective.platform import TCP_INFO_BYTES, is_silent
 if TYPE_CHECKING:
     from collective.request import Request
 
-    from .stream import Stream
+    from .stream import TcpStream
     from .transport import TcpBackend
 
 # Seconds for which C polls before Python waits, if each rank has a core of its own. Meanwhile the
@@ -42,7 +42,9 @@ class CompiledMessages:
         exchange: C's function for arrays; see :func:`collective.native.streams`.
     """
 
-    def __init__(self, backend: TcpBackend, streams: Mapping[int, Stream], crowded: bool) -> None:
+    def __init__(
+        self, backend: TcpBackend, streams: Mapping[int, TcpStream], crowded: bool
+    ) -> None:
         rank, size = backend.rank, backend.size
         self._backend = backend
         self._flag = bytearray(8)  # C makes no call once this is not zero
@@ -51,7 +53,7 @@ class CompiledMessages:
             sockets[peer], early[peer] = stream.sock.detach(), stream.early()
         self._descriptors = [descriptor for descriptor in sockets if descriptor >= 0]
         idle = _IDLE_CROWDED_S if crowded else _IDLE_S
-        callbacks = _Callbacks(backend, self)
+        callbacks = _WaitCallbacks(backend, self)
         exchange = native.streams(self._flag, rank, size, sockets, early, idle, callbacks)
         assert exchange is not None  # the transport makes this object only if it has the core
         self.exchange = exchange
@@ -118,7 +120,7 @@ def _disown() -> None:
 os.register_at_fork(after_in_child=_disown)
 
 
-class _Callbacks:
+class _WaitCallbacks:
     """Methods that C calls when a message or a collective call cannot go on by itself."""
 
     def __init__(self, backend: TcpBackend, messages: CompiledMessages) -> None:

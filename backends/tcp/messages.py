@@ -10,12 +10,12 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from collective.backends.inbox import Array, Posted
+from collective.backends.inbox import Array, Transfer
 from collective.backends.matching import (
     RECEIVING,
     SENDING,
-    Engine,
     Exchange,
+    Matcher,
     Waiter,
     awaited,
     describe,
@@ -24,7 +24,7 @@ from collective.contract.backend import ANY_SOURCE
 from collective.deadline import Deadline
 from collective.platform import is_silent, tcp_info
 
-from .stream import Stream
+from .stream import TcpStream
 
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel
@@ -45,10 +45,10 @@ class StreamMessages:
         streams: the connections to the other ranks, by rank.
     """
 
-    def __init__(self, channel: Channel, streams: Mapping[int, Stream]) -> None:
+    def __init__(self, channel: Channel, streams: Mapping[int, TcpStream]) -> None:
         self._channel = channel
         self._streams = streams
-        self.engine = Engine(streams, self._wake_others, channel.rank)
+        self.engine = Matcher(streams, self._wake_others, channel.rank)
         self._running: set[Waiter] = set()
         self.closed = False
         # Event descriptors of the threads that wait, by thread.
@@ -68,7 +68,7 @@ class StreamMessages:
         """Send, receive, or both; neither half waits for the other.
 
         Args:
-            src, to, dst, source, tag, mark: as in :meth:`Engine.exchange`.
+            src, to, dst, source, tag, mark: as in :meth:`Matcher.exchange`.
             deadline: deadline of the call.
             collective: the collective call to which the messages belong, or None.
         """
@@ -112,7 +112,7 @@ class StreamMessages:
             if self.closed:
                 self._close_sockets()
 
-    def explain(self, posted: Posted) -> BaseException:
+    def explain(self, posted: Transfer) -> BaseException:
         """Return the error to raise for a posted operation whose stream has ended."""
         where = describe(posted.to, posted.source, posted.tag)
         assert posted.error is not None

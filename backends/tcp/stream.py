@@ -20,7 +20,7 @@ _PART_BYTES = 256 << 10
 _AHEAD_BYTES = 4 << 10
 
 
-class Prefix(NamedTuple):
+class TcpPrefix(NamedTuple):
     """Beginning of a message on the wire: 24 bytes, little endian.
 
     Attributes:
@@ -34,7 +34,7 @@ class Prefix(NamedTuple):
     mark: int
 
 
-class Stream:
+class TcpStream:
     """Connection to one peer, as a :class:`~collective.backends.inbox.Carrier`.
 
     Args:
@@ -101,7 +101,7 @@ class Stream:
             except BlockingIOError:
                 yield
 
-    def prefix(self) -> Prefix | None:
+    def prefix(self) -> TcpPrefix | None:
         """Return the next prefix and leave it in the stream; None if there is no prefix yet.
 
         Raises:
@@ -117,9 +117,9 @@ class Stream:
             if not count:
                 return None
             self._end += count
-        return Prefix(*_PREFIX.unpack_from(self._ahead, self._start))
+        return TcpPrefix(*_PREFIX.unpack_from(self._ahead, self._start))
 
-    def read(self, prefix: Prefix, out: Array) -> Iterator[None]:
+    def read(self, prefix: TcpPrefix, out: Array) -> Iterator[None]:
         """Take a prefix and its message off the stream; yield while bytes are missing."""
         self._start += _PREFIX.size
         left = out.data
@@ -171,20 +171,16 @@ class Stream:
     spoil = cut
 
 
-class _EncryptedStream(Stream):
+class _EncryptedStream(TcpStream):
     """Connection to one peer inside of TLS. Python's OpenSSL makes the records.
 
     Args:
-        sock, early, refuse: as for :class:`Stream`.
+        sock, early, refuse: as for :class:`TcpStream`.
         records: the TLS records of the connection, after the handshake.
     """
 
     def __init__(
-        self,
-        sock: socket.socket,
-        early: bytes,
-        refuse: Callable[[str], NoReturn],
-        records: Records,
+        self, sock: socket.socket, early: bytes, refuse: Callable[[str], NoReturn], records: Records
     ) -> None:
         super().__init__(sock, early, refuse)
         self._records = records
@@ -231,7 +227,7 @@ class _EncryptedStream(Stream):
         self._unsent = self._unsent[self.sock.send(self._unsent) :]
 
     def _receive(self, room: memoryview) -> int:
-        """Read plain text into ``room``; see :meth:`Stream._receive`."""
+        """Read plain text into ``room``; see :meth:`TcpStream._receive`."""
         try:
             while not (count := self._records.fill(room)):
                 chunk = self.sock.recv(_PART_BYTES)
@@ -247,8 +243,8 @@ class _EncryptedStream(Stream):
 
 def stream_of(
     sock: socket.socket, early: bytes, records: Records | None, refuse: Callable[[str], NoReturn]
-) -> Stream:
-    """Return the stream of a new connection; see :class:`Stream` and :class:`Records`."""
+) -> TcpStream:
+    """Return the stream of a new connection; see :class:`TcpStream` and :class:`Records`."""
     if records is None:
-        return Stream(sock, early, refuse)
+        return TcpStream(sock, early, refuse)
     return _EncryptedStream(sock, early, refuse, records)

@@ -42,7 +42,7 @@ Array = np.ndarray[Any, Any]
 SRC, DST, SCRATCH = range(3)
 # A place is its base, shifted by this number of bits, plus an offset in bytes.
 _BASE_BITS = 56
-#: Kinds of steps; see :class:`Step`.
+#: Kinds of steps; see :class:`CallStep`.
 EXCHANGE, COPY, FOLD, DIVIDE, INSIDE = range(5)
 #: Numbers of bytes that the ranks' pieces may have in all, and that each piece may have, for a call
 #: to be a short one. The messages of a short call are fewer, but each piece goes through scratch
@@ -68,7 +68,7 @@ _UINT8 = BY_NAME["uint8"]
 _OFFSETS = (1 << _BASE_BITS) - 1
 
 
-class Step(NamedTuple):
+class CallStep(NamedTuple):
     """One step of a schedule.
 
     Attributes:
@@ -147,7 +147,7 @@ class Schedule:
     pieces: Sequence[int]
     start: int
     scratch: int
-    steps: Sequence[Step]
+    steps: Sequence[CallStep]
     dtype: DType | None
     fold: str | None
     scale: arithmetic.Scale | None
@@ -162,7 +162,7 @@ class Schedule:
     def comparison(self) -> Schedule:
         """The comparison alone, which leaves the ranks' pieces in its output."""
         total = sum(self.pieces)
-        step = Step(COPY, left=SCRATCH << _BASE_BITS, out=DST << _BASE_BITS, nleft=total)
+        step = CallStep(COPY, left=SCRATCH << _BASE_BITS, out=DST << _BASE_BITS, nleft=total)
         return replace(
             self, ndst=total, scratch=total, steps=[step], fold=None, scale=None, finish=None
         )
@@ -280,7 +280,7 @@ def _bytes_at(memory: Sequence[Array], place: int, nbytes: int) -> Array:
 # -- recording -------------------------------------------------------------------------------------
 
 
-class _Place:
+class _Placeholder:
     """Array without memory, in the buffers of a call that is recorded.
 
     Args:
@@ -290,7 +290,7 @@ class _Place:
         itemsize: size of an element in bytes.
 
     Attributes:
-        number: the place, as in :class:`Step`.
+        number: the place, as in :class:`CallStep`.
         size: as the argument.
         nbytes: length in bytes.
     """
@@ -302,24 +302,24 @@ class _Place:
         self.size, self.nbytes = size, size * itemsize
         self._itemsize = itemsize
 
-    def __getitem__(self, part: slice) -> _Place:
+    def __getitem__(self, part: slice) -> _Placeholder:
         start, stop, _ = part.indices(self.size)
         base, offset = self.number >> _BASE_BITS, self.number & _OFFSETS
         size = max(0, stop - start)
-        return _Place(base, offset + start * self._itemsize, size, self._itemsize)
+        return _Placeholder(base, offset + start * self._itemsize, size, self._itemsize)
 
 
 def _buffer(base: int, start: int, count: int, dtype: DType) -> Buffer:
-    return Buffer(cast("Array", _Place(base, start, count, dtype.itemsize)), dtype)
+    return Buffer(cast("Array", _Placeholder(base, start, count, dtype.itemsize)), dtype)
 
 
 def _place(buffer: Buffer) -> int:
-    return cast("_Place", buffer.array).number
+    return cast("_Placeholder", buffer.array).number
 
 
 @dataclass(slots=True)
-class _Tape:
-    """What a recording has so far.
+class _Draft:
+    """Draft of a schedule: what has been recorded so far.
 
     Attributes:
         scratch: length in bytes of the scratch memory.
@@ -327,7 +327,7 @@ class _Tape:
     """
 
     scratch: int
-    steps: list[Step] = field(default_factory=list)
+    steps: list[CallStep] = field(default_factory=list)
 
     def copy(self, src: Buffer, dst: Buffer) -> None:
         """Write down a copy."""
@@ -339,62 +339,62 @@ class _Tape:
             if (left, out) == (last.left + last.nleft, last.out + last.nleft):
                 left, out, nbytes = last.left, last.out, last.nleft + nbytes
                 self.steps.pop()
-        self.steps.append(Step(COPY, left=left, out=out, nleft=nbytes))
+        self.steps.append(CallStep(COPY, left=left, out=out, nleft=nbytes))
 
 
-class _Recorder(Messages):
+class _StepRecorder(Messages):
     """Messages of a call that are written down as steps, and not sent.
 
     Args:
         rank, size: as in :class:`Messages`.
-        tape: where they are written down. Several levels of a call have one tape.
+        draft: where they are written down. Several levels of a call have one draft.
         kind: ``EXCHANGE`` or ``INSIDE``.
         ranks: the numbers of the ranks in the steps; by default the ranks themselves.
     """
 
-    __slots__ = ("_kind", "_ranks", "tape")
+    __slots__ = ("_kind", "_ranks", "draft")
 
     def __init__(
-        self, rank: int, size: int, tape: _Tape, kind: int = EXCHANGE,
+        self, rank: int, size: int, draft: _Draft, kind: int = EXCHANGE,
         ranks: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.size = rank, size
-        self.tape = tape
+        self.draft = draft
         self._kind = kind
         self._ranks = range(size) if ranks is None else ranks
 
     def send(self, src: Buffer, dst: int) -> None:
         if src.count:
             to = self._ranks[dst]
-            self.tape.steps.append(Step(self._kind, to=to, left=_place(src), nleft=src.nbytes))
+            self.draft.steps.append(CallStep(self._kind, to=to, left=_place(src), nleft=src.nbytes))
 
     def recv(self, dst: Buffer, src: int) -> None:
         if dst.count:
             source, out = self._ranks[src], _place(dst)
-            self.tape.steps.append(Step(self._kind, source=source, out=out, nright=dst.nbytes))
+            self.draft.steps.append(CallStep(self._kind, source=source, out=out, nright=dst.nbytes))
 
     def exchange(self, src: Buffer, to: int, dst: Buffer, source: int) -> None:
         if src.count and dst.count:
             peers = self._ranks[to], self._ranks[source]
             places = _place(src), 0, _place(dst)
-            self.tape.steps.append(Step(self._kind, *peers, *places, src.nbytes, dst.nbytes))
+            self.draft.steps.append(CallStep(self._kind, *peers, *places, src.nbytes, dst.nbytes))
         else:
             self.send(src, to)
             self.recv(dst, source)
 
     def copy(self, src: Buffer, dst: Buffer) -> None:
-        self.tape.copy(src, dst)
+        self.draft.copy(src, dst)
 
     def room(self, count: int, dtype: DType) -> Buffer:
-        start = -(-self.tape.scratch // _ALIGNMENT) * _ALIGNMENT
-        self.tape.scratch = start + count * dtype.itemsize
+        start = -(-self.draft.scratch // _ALIGNMENT) * _ALIGNMENT
+        self.draft.scratch = start + count * dtype.itemsize
         return _buffer(SCRATCH, start, count, dtype)
 
     def folding(self, op: ReduceOp, dtype: DType, size: int) -> Folding:
-        return _RecordedFolding(self.tape, op, dtype, size)
+        return _RecordedFolding(self.draft, op, dtype, size)
 
     def levels(self, hosts: Sequence[Sequence[int]]) -> Levels:
-        """Return the messages on two levels that are written to the same tape.
+        """Return the messages on two levels that are written to the same draft.
 
         Args:
             hosts: the ranks of each host.
@@ -404,8 +404,8 @@ class _Recorder(Messages):
         across: Messages | None = None
         if place < min(map(len, hosts)):
             peers = [members[place] for members in hosts]
-            across = _Recorder(host, len(hosts), self.tape, EXCHANGE, peers)
-        inside = _Recorder(place, len(hosts[host]), self.tape, INSIDE)
+            across = _StepRecorder(host, len(hosts), self.draft, EXCHANGE, peers)
+        inside = _StepRecorder(place, len(hosts[host]), self.draft, INSIDE)
         return Levels(hosts, host, place, self, inside, across)
 
 
@@ -416,11 +416,11 @@ class _RecordedFolding(Folding):
     with, is finished after the schedule.
     """
 
-    __slots__ = ("_divides", "_size", "_tape")
+    __slots__ = ("_divides", "_draft", "_size")
 
-    def __init__(self, tape: _Tape, op: ReduceOp, dtype: DType, size: int) -> None:
+    def __init__(self, draft: _Draft, op: ReduceOp, dtype: DType, size: int) -> None:
         super().__init__(op, dtype, size)
-        self._tape, self._size = tape, size
+        self._draft, self._size = draft, size
         # All that post() does to other operators is done by any fold already.
         self._divides = op.name == "avg" and size > 1 and self.finishes
 
@@ -430,20 +430,20 @@ class _RecordedFolding(Folding):
     def join(self, left: Buffer, right: Buffer, out: Buffer) -> None:
         if out.count:
             places = _place(left), _place(right), _place(out)
-            self._tape.steps.append(Step(FOLD, -1, -1, *places, out.nbytes))
+            self._draft.steps.append(CallStep(FOLD, -1, -1, *places, out.nbytes))
 
     def copy(self, value: Buffer, out: Buffer) -> None:
-        self._tape.copy(value, out)
+        self._draft.copy(value, out)
 
     def leave(self, dst: Buffer) -> None:
         if self._divides and dst.count:
-            self._tape.steps.append(
-                Step(DIVIDE, out=_place(dst), nleft=dst.nbytes, nright=self._size)
+            self._draft.steps.append(
+                CallStep(DIVIDE, out=_place(dst), nleft=dst.nbytes, nright=self._size)
             )
 
 
-class _Call(NamedTuple):
-    """One operation of a rank, before the choice between a short and a long call.
+class _Variants(NamedTuple):
+    """Variants of one operation of a rank: a short call, a long call, and a call on two levels.
 
     Attributes:
         src, dst: places of the input and the output; None if the rank has none.
@@ -470,13 +470,9 @@ def comparison(request: Request, rank: int, size: int) -> Schedule:
 
 
 def record(
-    request: Request,
-    rank: int,
-    size: int,
-    dtype: DType | None = None,
-    count: int | None = None,
+    request: Request, rank: int, size: int, dtype: DType | None = None, count: int | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
-) -> Schedule:
+) -> Schedule:  # fmt: skip
     """Return what ``rank`` of ``size`` ranks does in the call of ``request``.
 
     Ranks with equal requests choose the same algorithm. A recording takes no memory for the arrays
@@ -497,50 +493,51 @@ def record(
     if request.operation == "barrier":
         return comparison(request, rank, size)
     assert dtype is not None
-    call = _CALLS[request.operation](request, rank, size, dtype, count)
-    lengths, start = call.lengths, call.start
-    is_short = (
-        lengths is not None
-        and size > 1
-        and sum(lengths) * dtype.itemsize <= SHORT_BYTES
-        and max(lengths) * dtype.itemsize <= SHORT_PIECE_BYTES
-    )
+    variants = _VARIANTS[request.operation](request, rank, size, dtype, count)
+    lengths, start = variants.lengths, variants.start
+    is_short = lengths is not None and size > 1 and _are_short(lengths, dtype)
     if lengths is None or not is_short:
         lengths, start = [0] * size, 0
-    recorder = _Recorder(rank, size, _Tape(sum(lengths) * dtype.itemsize))
+    recorder = _StepRecorder(rank, size, _Draft(sum(lengths) * dtype.itemsize))
     if is_short:
         order = [(rank + distance) % size for distance in range(size)]
         gathered = pieces.cut(
             _buffer(SCRATCH, 0, sum(lengths), dtype), [lengths[other] for other in order]
         )
-        call.short(recorder, [gathered[(other - rank) % size] for other in range(size)])
-    elif call.nested is not None and hosts and levels.regroups(hosts, request.op, request.ordered):
-        call.nested(recorder.levels(hosts))
+        variants.short(recorder, [gathered[(other - rank) % size] for other in range(size)])
+    elif variants.nested and hosts and levels.regroups(hosts, request.op, request.ordered):
+        variants.nested(recorder.levels(hosts))
     else:
-        call.long(recorder)
+        variants.long(recorder)
     fold = scale = finish = None
     if request.op is not None:
         op = request.op
         fold = None if op.function is not None else arithmetic.folded_as(op.name)
         scale = arithmetic.pre(op, dtype, size)
         folds_nothing = size == 1 or (request.operation == "scan" and rank == 0)
-        if folds_nothing and call.dst is not None:
+        if folds_nothing and variants.dst is not None:
             finish = arithmetic.post(op, dtype, 1)
     return Schedule(
         request,
         rank,
         size,
-        nsrc=0 if call.src is None else call.src.nbytes,
-        ndst=0 if call.dst is None else call.dst.nbytes,
+        nsrc=0 if variants.src is None else variants.src.nbytes,
+        ndst=0 if variants.dst is None else variants.dst.nbytes,
         pieces=[length * dtype.itemsize for length in lengths],
         start=start * dtype.itemsize,
-        scratch=recorder.tape.scratch,
-        steps=recorder.tape.steps,
+        scratch=recorder.draft.scratch,
+        steps=recorder.draft.steps,
         dtype=dtype,
         fold=fold,
         scale=scale,
         finish=finish,
     )
+
+
+def _are_short(lengths: Sequence[int], dtype: DType) -> bool:
+    """Return whether pieces of these lengths are short enough to be sent with the comparison."""
+    total, longest = sum(lengths) * dtype.itemsize, max(lengths) * dtype.itemsize
+    return total <= SHORT_BYTES and longest <= SHORT_PIECE_BYTES
 
 
 def _fold(messages: Messages, folding: Folding, values: Sequence[Buffer], out: Buffer) -> None:
@@ -550,7 +547,7 @@ def _fold(messages: Messages, folding: Folding, values: Sequence[Buffer], out: B
     folding.leave(out)
 
 
-def _broadcast(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Call:
+def _broadcast(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Variants:
     root = request.root
     # The root passes its input as its output, which may be read-only.
     buffer = _buffer(SRC if rank == root else DST, 0, count, dtype)
@@ -559,7 +556,7 @@ def _broadcast(request: Request, rank: int, size: int, dtype: DType, count: int)
         if rank != root:
             messages.copy(gathered[root], buffer)
 
-    return _Call(
+    return _Variants(
         buffer if rank == root else None,
         None if rank == root else buffer,
         [count * (other == root) for other in range(size)],
@@ -569,7 +566,7 @@ def _broadcast(request: Request, rank: int, size: int, dtype: DType, count: int)
     )
 
 
-def _reduce(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Call:
+def _reduce(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Variants:
     op, root = request.op, request.root
     src = _buffer(SRC, 0, count, dtype)
     dst = _buffer(DST, 0, count, dtype) if rank == root else None
@@ -579,7 +576,7 @@ def _reduce(request: Request, rank: int, size: int, dtype: DType, count: int) ->
             values = [*gathered[:root], src, *gathered[root + 1 :]]
             _fold(messages, messages.folding(op, dtype, size), values, dst)
 
-    return _Call(
+    return _Variants(
         src,
         dst,
         [count * (other != root) for other in range(size)],
@@ -589,7 +586,7 @@ def _reduce(request: Request, rank: int, size: int, dtype: DType, count: int) ->
     )
 
 
-def _all_reduce(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Call:
+def _all_reduce(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Variants:
     op = request.op
     src, dst = _buffer(SRC, 0, count, dtype), _buffer(DST, 0, count, dtype)
 
@@ -599,7 +596,7 @@ def _all_reduce(request: Request, rank: int, size: int, dtype: DType, count: int
         folding.in_order(gathered, dst, dst)
         folding.leave(dst)
 
-    return _Call(
+    return _Variants(
         src,
         dst,
         [count] * size,
@@ -609,14 +606,14 @@ def _all_reduce(request: Request, rank: int, size: int, dtype: DType, count: int
     )
 
 
-def _scan(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Call:
+def _scan(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Variants:
     op = request.op
     src, dst = _buffer(SRC, 0, count, dtype), _buffer(DST, 0, count, dtype)
 
     def short(messages: Messages, gathered: Sequence[Buffer]) -> None:
         _fold(messages, messages.folding(op, dtype, rank + 1), [*gathered[:rank], src], dst)
 
-    return _Call(
+    return _Variants(
         src,
         dst,
         [count] * (size - 1) + [0],  # nobody needs the last rank's input
@@ -631,7 +628,7 @@ def _for_peer(counts: Sequence[int], rank: int) -> tuple[list[int], int]:
     return [counts[1], counts[0]], sum(counts[: 1 - rank])
 
 
-def _reduce_scatter(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Call:
+def _reduce_scatter(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Variants:
     op, counts = request.op, request.elements
     limits = pieces.limits(counts)
     src, dst = _buffer(SRC, 0, limits[-1], dtype), _buffer(DST, 0, counts[rank], dtype)
@@ -651,10 +648,10 @@ def _reduce_scatter(request: Request, rank: int, size: int, dtype: DType, count:
     def nested(messages: Levels) -> None:
         levels.reduce_scatter(messages, src, dst, counts, op)
 
-    return _Call(src, dst, lengths, long, short, nested, start)
+    return _Variants(src, dst, lengths, long, short, nested, start)
 
 
-def _scatter(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Call:
+def _scatter(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Variants:
     counts, root = request.elements, request.root
     limits = pieces.limits(counts)
     src = _buffer(SRC, 0, limits[-1], dtype) if rank == root else None
@@ -669,7 +666,7 @@ def _scatter(request: Request, rank: int, size: int, dtype: DType, count: int) -
             source = source.part(limits[rank], limits[rank + 1])
         messages.copy(source, dst)
 
-    return _Call(
+    return _Variants(
         src,
         dst,
         [length * (other == root) for other in range(size)],
@@ -680,7 +677,7 @@ def _scatter(request: Request, rank: int, size: int, dtype: DType, count: int) -
     )
 
 
-def _gather(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Call:
+def _gather(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Variants:
     counts, root = request.elements, request.root
     src = _buffer(SRC, 0, counts[rank], dtype)
     dst = _buffer(DST, 0, sum(counts), dtype) if rank == root else None
@@ -690,7 +687,7 @@ def _gather(request: Request, rank: int, size: int, dtype: DType, count: int) ->
             values = [*gathered[:root], src, *gathered[root + 1 :]]
             _join(messages, values, pieces.cut(dst, counts), rank)
 
-    return _Call(
+    return _Variants(
         src,
         dst,
         [length * (other != root) for other, length in enumerate(counts)],
@@ -707,10 +704,10 @@ def _join(messages: Messages, values: Sequence[Buffer], intos: Sequence[Buffer],
         messages.copy(values[other], intos[other])
 
 
-def _all_gather(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Call:
+def _all_gather(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Variants:
     counts = request.elements
     src, dst = _buffer(SRC, 0, counts[rank], dtype), _buffer(DST, 0, sum(counts), dtype)
-    return _Call(
+    return _Variants(
         src,
         dst,
         counts,
@@ -720,7 +717,7 @@ def _all_gather(request: Request, rank: int, size: int, dtype: DType, count: int
     )
 
 
-def _all_to_all(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Call:
+def _all_to_all(request: Request, rank: int, size: int, dtype: DType, count: int) -> _Variants:
     counts, incoming = request.elements, request.incoming
     src, dst = _buffer(SRC, 0, sum(counts), dtype), _buffer(DST, 0, sum(incoming), dtype)
     limits = pieces.limits(counts)
@@ -742,10 +739,10 @@ def _all_to_all(request: Request, rank: int, size: int, dtype: DType, count: int
     def nested(messages: Levels) -> None:
         levels.all_to_all(messages, src, dst, counts, incoming)
 
-    return _Call(src, dst, lengths, long, short, nested, start)
+    return _Variants(src, dst, lengths, long, short, nested, start)
 
 
-_CALLS: dict[str, Callable[[Request, int, int, DType, int], _Call]] = {
+_VARIANTS: dict[str, Callable[[Request, int, int, DType, int], _Variants]] = {
     "broadcast": _broadcast,
     "reduce": _reduce,
     "all_reduce": _all_reduce,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .folds import Folding
 
 
-class Span(NamedTuple):
+class Leaves(NamedTuple):
     """Leaves ``start`` to ``stop - 1`` of a tree."""
 
     start: int
@@ -48,7 +48,7 @@ class Join(NamedTuple):
     out: int
 
 
-def nodes(start: int, stop: int, total: int) -> list[Span]:
+def nodes(start: int, stop: int, total: int) -> list[Leaves]:
     """Return the largest nodes that cover the leaves ``start`` to ``stop - 1``, in order.
 
     Args:
@@ -61,13 +61,13 @@ def nodes(start: int, stop: int, total: int) -> list[Span]:
         width = start & -start if start else 1 << (total - 1).bit_length()
         while min(start + width, total) > stop:
             width //= 2
-        found.append(Span(start, min(start + width, total)))
+        found.append(Leaves(start, min(start + width, total)))
         start += width
     return found
 
 
 @dataclass
-class _Entry:
+class _StackEntry:
     """Node on the stack of a :class:`Merging`.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Entry:
         owned: whether the slot is scratch, which later folds may overwrite.
     """
 
-    span: Span
+    span: Leaves
     slot: int
     owned: bool
 
@@ -99,7 +99,7 @@ class Merging:
 
     total: int
     first: int
-    stack: list[_Entry] = field(default_factory=list)
+    stack: list[_StackEntry] = field(default_factory=list)
     scratch: int = 0
     _free: list[int] = field(default_factory=list)
 
@@ -110,7 +110,7 @@ class Merging:
         self.scratch += 1
         return self.first + self.scratch - 1
 
-    def push(self, span: Span, slot: int, owned: bool = False) -> list[Join]:
+    def push(self, span: Leaves, slot: int, owned: bool = False) -> list[Join]:
         """Take the next node, and return the folds that merge it with the nodes before it.
 
         Args:
@@ -119,7 +119,7 @@ class Merging:
             owned: whether the slot is scratch, from :meth:`room`.
         """
         steps = []
-        right = _Entry(span, slot, owned)
+        right = _StackEntry(span, slot, owned)
         while self.merges(right.span):
             left = self.stack.pop()
             if left.owned:
@@ -129,11 +129,11 @@ class Merging:
             else:
                 out = right.slot if right.owned else self.room()
             steps.append(Join(left.slot, right.slot, out))
-            right = _Entry(Span(left.span.start, right.span.stop), out, True)
+            right = _StackEntry(Leaves(left.span.start, right.span.stop), out, True)
         self.stack.append(right)
         return steps
 
-    def merges(self, right: Span) -> bool:
+    def merges(self, right: Leaves) -> bool:
         """Return whether the next node and the node on top of the stack are halves of one node."""
         if not self.stack:
             return False
@@ -144,7 +144,7 @@ class Merging:
         return left.start % (2 * width) == 0 and right.stop == end
 
 
-class _Kept(threading.local):
+class _Scratch(threading.local):
     """Scratch that a thread keeps from call to call.
 
     The kernel maps fresh memory page by page, which takes longer than to fold the elements in it.
@@ -163,7 +163,7 @@ class _Kept(threading.local):
         return memory
 
 
-_kept = _Kept()
+_kept = _Scratch()
 
 
 class NodeFolds:
@@ -180,7 +180,7 @@ class NodeFolds:
         scales: whether the inputs are scaled.
     """
 
-    def __init__(self, spans: Sequence[Span], total: int, folding: Folding, enters: bool) -> None:
+    def __init__(self, spans: Sequence[Leaves], total: int, folding: Folding, enters: bool) -> None:
         self._folding = folding
         self.scales = enters and folding.scales
         count, steps = len(spans), list[Join]()

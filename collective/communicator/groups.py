@@ -13,7 +13,7 @@ from collective.algorithms.messages import GROUP_TAG
 from collective.contract.backend import Backend
 from collective.contract.failure import Failure
 from collective.contract.process import shortage
-from collective.contract.stalls import Membership
+from collective.contract.stalls import FamilyMember
 from collective.deadline import Deadline
 from collective.errors import (
     AllocationError,
@@ -95,7 +95,7 @@ def _child(comm: C, backend: Backend, members: Sequence[int], deadline: Deadline
     """Return the communicator over a group's transport, as a child of ``comm``."""
     child = made_alike(comm, backend, backend.rank, backend.size, None)
     comm.inner.children.add(child.inner)  # so that it is closed with comm, even if this fails
-    child.inner.family = Membership(child._path, comm.inner.family, members)
+    child.inner.family = FamilyMember(child._path, comm.inner.family, members)
     lineage = comm.inner.succession.lineage
     if lineage is not None:
         name = child.inner.family.name

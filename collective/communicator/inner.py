@@ -18,7 +18,7 @@ from collective.contract.backend import Backend
 from collective.contract.failure import Failure
 from collective.contract.mail import use
 from collective.contract.process import forked_from
-from collective.contract.stalls import Membership
+from collective.contract.stalls import FamilyMember
 from collective.contract.work import deliver
 from collective.deadline import Deadline
 from collective.errors import CommunicatorClosedError, PeerFailedError, UnsupportedError
@@ -86,7 +86,7 @@ class Inner:
         self._path = path
         self.succession = Succession(lineage)
         self.foreign = ""
-        self.family = Membership(path)
+        self.family = FamilyMember(path)
         self.children: weakref.WeakSet[Inner] = weakref.WeakSet()
         self.open_to_others = open_to_others
         _alive.add(self)

@@ -13,8 +13,8 @@ from collective.contract.mail import (
     FAILED,
     OVER,
     Engine,
+    Envelope,
     Posted,
-    Status,
     Truncated,
 )
 from collective.contract.waits import MessageCall
@@ -167,12 +167,12 @@ class Mail:
             self._refuse_long(posted)
         return posted
 
-    def status(self, posted: Posted) -> Status:
+    def status(self, posted: Posted) -> Envelope:
         """Return source, tag and length of the message of a receive that is over."""
         source = posted.source
         if self._ranks is not None and posted.state != CANCELLED:
             source = self._ranks.index(source)
-        return Status(source, posted.tag & _TAGS - 1, posted.nbytes)
+        return Envelope(source, posted.tag & _TAGS - 1, posted.nbytes)
 
     def _wait(self, items: Sequence[Posted], any_of: bool, timeout: float | None) -> None:
         try:
@@ -187,7 +187,7 @@ class Mail:
 
     # -- probing ------------------------------------------------------------------------
 
-    def iprobe(self, src: int, tag: int) -> Status | None:
+    def iprobe(self, src: int, tag: int) -> Envelope | None:
         """Return the status of a message that a receive would get now, or None."""
         found = self.engine.find(*self._wanted(src, tag), False)
         return None if found is None else self.status(found)
@@ -196,7 +196,7 @@ class Mail:
         """Take a message that a receive would get now, or return None; see :meth:`read`."""
         return self.engine.find(*self._wanted(src, tag), True)
 
-    def probe(self, src: int, tag: int, timeout: float | None = None) -> Status:
+    def probe(self, src: int, tag: int, timeout: float | None = None) -> Envelope:
         """Wait for a message, and return its status; a receive gets it later."""
         return self.status(self._probe(src, tag, False, timeout))
 

@@ -34,14 +34,14 @@ from collective.request import Disagreement, Request, describe, differing
 from .calls.call import Call, Planned
 from .foreign_names import explain_arguments
 from .listener import CallEvent, Listener, Listeners
-from .results import Results, interval_of
+from .results import ResultComparison, interval_of
 from .streams import enqueue, synchronized, with_site
 
 if TYPE_CHECKING:
     from collective.contract.backend import Plan
     from collective.native._core import Door
 
-    from .calls.message import Message
+    from .calls.message import PointToPointCall
     from .posted import PostedWork
 
 T = TypeVar("T")
@@ -150,7 +150,7 @@ class Path(_Gate):
             )
         self.broken: CollectiveError | None = None
         self.recorder = Recorder(f"rank {self.rank} of {self.size} over {backend.name}")
-        self.results = Results(interval, self.recorder) if interval else None
+        self.results = ResultComparison(interval, self.recorder) if interval else None
         backend.observe(self.recorder)
         self.closed = False
         self._capture: _Capture | None = None
@@ -485,7 +485,7 @@ class Path(_Gate):
 
     # -- messages -----------------------------------------------------------------------
 
-    def post(self, message: Message, timeout: float | None, async_op: bool) -> Any:
+    def post(self, message: PointToPointCall, timeout: float | None, async_op: bool) -> Any:
         """Make a point-to-point call: at once, or in the lane of its direction, peer and tag.
 
         Args:

@@ -67,7 +67,7 @@ def interval_of(check: str) -> int:
     return int(interval or 1) if word == "results" else 0
 
 
-class Results:
+class ResultComparison:
     """Comparison of the results of one communicator's calls.
 
     Args:

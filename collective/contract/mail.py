@@ -47,7 +47,7 @@ class Truncated(ShapeError):
     """A message is longer than the memory of its receive, which has the message's first part."""
 
 
-class Status(NamedTuple):
+class Envelope(NamedTuple):
     """Description of a message.
 
     Attributes:

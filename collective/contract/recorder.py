@@ -63,7 +63,7 @@ class Entry:
         return f"#{self.sequence} {what} at {self.site or '?'}: {took}"
 
 
-class _Ring:
+class _CallRing:
     """Ring buffer of the last calls of a communicator; the native core has the same in C.
 
     Attributes:
@@ -143,7 +143,7 @@ class Recorder:
     def __init__(self, title: str = "") -> None:
         self.title = title
         pass_over_frameworks()
-        self.ring = ring = native.ring(LIBRARIES) or _Ring()
+        self.ring = ring = native.ring(LIBRARIES) or _CallRing()
         self.begin = ring.begin
         self.end = ring.end
         self.failed = 0

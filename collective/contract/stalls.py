@@ -68,7 +68,7 @@ _OWN = "collective-"
 _WHOLE = 0.9
 # Maximum length, in characters, of the text that goes with a note.
 _TEXT = 2000
-_memberships: weakref.WeakSet[Membership] = weakref.WeakSet()
+_memberships: weakref.WeakSet[FamilyMember] = weakref.WeakSet()
 
 
 class Member(Protocol):
@@ -88,7 +88,7 @@ class Member(Protocol):
         """The transport that connects the communicator's ranks."""
 
 
-class Membership:
+class FamilyMember:
     """Membership of a communicator in its *family*: all communicators made from the same one.
 
     Args:
@@ -98,13 +98,13 @@ class Membership:
     """
 
     def __init__(
-        self, comm: Member, parent: Membership | None = None, ranks: Sequence[int] = ()
+        self, comm: Member, parent: FamilyMember | None = None, ranks: Sequence[int] = ()
     ) -> None:
         self.name, self.made = "all", ""
         self.ranks: Sequence[int] = range(comm.size)
         self.recorder = comm.recorder
         self._comm = weakref.ref(comm)
-        self._family: weakref.WeakSet[Membership] = weakref.WeakSet()
+        self._family: weakref.WeakSet[FamilyMember] = weakref.WeakSet()
         self._groups: dict[tuple[int, ...], int] = {}
         self._beat = 0
         self._circles = Circles()

@@ -36,7 +36,7 @@ from .succession import Succession
 _GIVEN_UP_LOOK_S = 0.05
 
 
-class Inner(Protocol):
+class ParentInner(Protocol):
     """Inner members of a communicator that the elastic protocol uses."""
 
     @property
@@ -68,7 +68,7 @@ class Parent(Protocol):
         """Whether the communicator is closed."""
 
     @property
-    def inner(self) -> Inner:
+    def inner(self) -> ParentInner:
         """Its members for the library's own rooms."""
 
 

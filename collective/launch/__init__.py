@@ -28,7 +28,7 @@ from .agent import LocalHost
 from .launcher import run_attempts, watch_over
 from .mpi import MpiSupervisor
 from .mpiexec import Mpiexec
-from .supervisor import Meeting, Place, Supervisor, bind
+from .supervisor import MeetingStore, Place, Supervisor, bind
 from .variables import Run, cores_for_each, restart_with, shared_variables
 
 __all__ = ["Run", "cores_for_each", "launch", "restart_with"]
@@ -75,7 +75,7 @@ def launch(run: Run, *, mpi: bool = False) -> int:
         with platform.held_port() as port:
             shared = shared_variables(run, str(directory), "127.0.0.1", port, number)
             met_in = seal(FileStore(directory), of_run(parse(shared["COLLECTIVE_SECRET"])))
-            meeting = Meeting(met_in, [0] * run.size, run.least)
+            meeting = MeetingStore(met_in, [0] * run.size, run.least)
             host = LocalHost("", run.size, own.host if own else "", local=True)
             host.processors = processors(usable=True)
             bind(run, [host], number)

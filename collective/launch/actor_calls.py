@@ -124,7 +124,7 @@ def _dtype(x: Any) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-class _Memory:
+class _WritableMemory:
     """Memory of an array, which NumPy may write to."""
 
     def __init__(self, x: np.ndarray[Any, Any]) -> None:
@@ -144,7 +144,7 @@ def _writable(x: Any) -> Any:
     base = x.base
     while isinstance(base, np.ndarray):
         base = base.base
-    return np.asarray(_Memory(x)) if type(base).__module__.startswith("ray.") else x
+    return np.asarray(_WritableMemory(x)) if type(base).__module__.startswith("ray.") else x
 
 
 def _viewed(x: Any) -> Any:

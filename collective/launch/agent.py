@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from collective.inner import platform
 from collective.platform.topology import Processor, shares
 
-from .agent_line import AgentLine, Message, Outlet, Output
+from .agent_line import AgentLine, Message, Outlet, StreamBytes
 from .loop import Loop, end_children, ended_children
 
 if TYPE_CHECKING:
@@ -45,12 +45,9 @@ class Agent:
     """
 
     def __init__(
-        self,
-        loop: Loop,
-        report: Callable[[Message | Output], object],
-        common: Mapping[str, str],
-        stdin: int | None,
-    ) -> None:
+        self, loop: Loop, report: Callable[[Message | StreamBytes], object],
+        common: Mapping[str, str], stdin: int | None,
+    ) -> None:  # fmt: skip
         self._loop = loop
         self._report = report
         self._common = common
@@ -73,9 +70,9 @@ class Agent:
         """Whether a process has not been reaped."""
         return any(child.returncode is None for child in self._children.values())
 
-    def obey(self, frame: Message | Output) -> None:
+    def obey(self, frame: Message | StreamBytes) -> None:
         """Obey an order, or pass on standard input to a process."""
-        if isinstance(frame, Output):
+        if isinstance(frame, StreamBytes):
             self._feed(frame)
         else:
             self._orders[frame["kind"]](frame)
@@ -119,7 +116,7 @@ class Agent:
             child = self._spawn(order, {**self._common, **order["environment"]})
         except OSError as error:
             text = f"collective run: the rank could not be started: {error}\n"
-            self._report(Output(number, 2, text.encode()))
+            self._report(StreamBytes(number, 2, text.encode()))
             self._report({"kind": "ended", "process": number, "code": 127})
             return
         self._report({"kind": "started", "process": number, "pid": child.pid})
@@ -133,12 +130,9 @@ class Agent:
         return self._execute(order, environment, stdin)
 
     def _execute(
-        self,
-        order: Message,
-        environment: Mapping[str, str],
-        stdin: int | None,
+        self, order: Message, environment: Mapping[str, str], stdin: int | None,
         outputs: tuple[int, int] | None = None,
-    ) -> subprocess.Popen[bytes]:
+    ) -> subprocess.Popen[bytes]:  # fmt: skip
         """Start a process and relay its output.
 
         Args:
@@ -170,9 +164,9 @@ class Agent:
         return child
 
     def _wrote(self, number: int, stream: int, data: bytes) -> None:
-        self._report(Output(number, stream, data))
+        self._report(StreamBytes(number, stream, data))
 
-    def _feed(self, frame: Output) -> None:
+    def _feed(self, frame: StreamBytes) -> None:
         """Pass on standard input to a process, as far as the process reads it."""
         if frame.process not in self._inputs:
             return
@@ -295,11 +289,11 @@ class Host(ABC):
         return f"--bind: {self.slots} ranks{where} share {cores} cores, so they are not bound"
 
     @abstractmethod
-    def attend(self, loop: Loop, heard: Callable[[Message | Output], object]) -> None:
+    def attend(self, loop: Loop, heard: Callable[[Message | StreamBytes], object]) -> None:
         """Pass on to ``heard`` what the agent reports, from now on, as events of ``loop``."""
 
     @abstractmethod
-    def post(self, frame: Message | Output) -> None:
+    def post(self, frame: Message | StreamBytes) -> None:
         """Send an order or standard input to the agent."""
 
     def beat(self) -> None:
@@ -314,7 +308,7 @@ class Host(ABC):
 class LocalHost(Host):
     """The supervisor's own host, whose agent is an object of the supervisor's process."""
 
-    def attend(self, loop: Loop, heard: Callable[[Message | Output], object]) -> None:
+    def attend(self, loop: Loop, heard: Callable[[Message | StreamBytes], object]) -> None:
         agent = self._agent = Agent(loop, heard, {}, None)
 
         def react(numbers: bytes) -> None:
@@ -324,5 +318,5 @@ class LocalHost(Host):
         platform.adopt_orphans()
         loop.catch(react, signal.SIGCHLD)
 
-    def post(self, frame: Message | Output) -> None:
+    def post(self, frame: Message | StreamBytes) -> None:
         self._agent.obey(frame)

@@ -35,7 +35,7 @@ _NOISE = 1 << 20
 Message = dict[str, Any]
 
 
-class Output(NamedTuple):
+class StreamBytes(NamedTuple):
     """Bytes that a process has written, or is to read.
 
     Attributes:
@@ -124,16 +124,16 @@ class AgentLine(Outlet):
         """Queue the greeting."""
         self.write(GREETING)
 
-    def post(self, frame: Message | Output) -> None:
+    def post(self, frame: Message | StreamBytes) -> None:
         """Queue a frame, and write as much as possible."""
-        if isinstance(frame, Output):
+        if isinstance(frame, StreamBytes):
             kind, content = _OUTPUT, _PLACE.pack(frame.process, frame.stream) + frame.data
         else:
             kind, content = _MESSAGE, json.dumps(frame).encode()
         self.write(_HEAD.pack(kind, len(content)) + content)
         self.flush()
 
-    def receive(self) -> list[Message | Output]:
+    def receive(self) -> list[Message | StreamBytes]:
         """Return the frames that have come.
 
         Raises:
@@ -149,7 +149,7 @@ class AgentLine(Outlet):
         self._received += chunk or b""
         if not self._greeted and not self._skip_noise():
             return []
-        frames: list[Message | Output] = []
+        frames: list[Message | StreamBytes] = []
         while len(self._received) >= _HEAD.size:
             kind, length = _HEAD.unpack_from(self._received)
             if kind not in (_MESSAGE, _OUTPUT) or length > _LONGEST:
@@ -175,10 +175,10 @@ class AgentLine(Outlet):
         return True
 
 
-def _parsed(kind: int, content: bytes) -> Message | Output:
+def _parsed(kind: int, content: bytes) -> Message | StreamBytes:
     if kind == _OUTPUT:
         process, stream = _PLACE.unpack_from(content)
-        return Output(process, stream, content[_PLACE.size :])
+        return StreamBytes(process, stream, content[_PLACE.size :])
     message = json.loads(content)
     if not isinstance(message, dict):
         raise ValueError("a message that is not an object")

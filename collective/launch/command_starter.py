@@ -21,7 +21,7 @@ from collective.inner import Deadline, platform
 from .mpiexec import Mpiexec, mpi_segments, remove_segments
 from .outcome import Outcome, RankDiedError
 from .process_starter import ProcessHandle, ProcessStarter
-from .ranks import LOAD_S, Handle
+from .ranks import LOAD_S, RankHandle
 
 #: Command to execute, and environment variables to add to those of this process.
 Command = tuple[Sequence[str], Mapping[str, str]]
@@ -107,13 +107,9 @@ class CommandStarter(ProcessStarter):
     together, shares_main = True, False
 
     def __init__(
-        self,
-        size: int,
-        commands: Callable[[str], Sequence[Command]],
-        patience: float = LOAD_S,
-        *,
+        self, size: int, commands: Callable[[str], Sequence[Command]], patience: float = LOAD_S, *,
         session: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._size = size
         self._commands = commands
         self._patience = patience
@@ -143,7 +139,7 @@ class CommandStarter(ProcessStarter):
         for process in self._processes:
             self._segments |= mpi_segments(process.pid)
 
-    def start(self, ranks: Sequence[int]) -> dict[int, Handle]:
+    def start(self, ranks: Sequence[int]) -> dict[int, RankHandle]:
         directory = tempfile.mkdtemp(prefix="collective-ranks-")
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the ranks
         handles: dict[int, CalledProcess] = {}

@@ -26,7 +26,7 @@ from collective.inner import Deadline
 from . import rank_line
 from .command_starter import CalledProcess
 from .process_starter import ProcessStarter
-from .ranks import LEAVE_S, Handle
+from .ranks import LEAVE_S, RankHandle
 
 
 class ForkServer:
@@ -56,7 +56,7 @@ class ForkServer:
                 os._exit(0)
         theirs.close()
 
-    def fork(self, rank: int) -> Handle:
+    def fork(self, rank: int) -> RankHandle:
         """Fork a rank, which has this process's environment variables of now.
 
         Raises:
@@ -160,5 +160,5 @@ class ForkStarter(ProcessStarter):
     def __init__(self, server: ForkServer) -> None:
         self._server = server
 
-    def start(self, ranks: Sequence[int]) -> dict[int, Handle]:
+    def start(self, ranks: Sequence[int]) -> dict[int, RankHandle]:
         return {rank: self._server.fork(rank) for rank in ranks}

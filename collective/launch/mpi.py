@@ -18,11 +18,11 @@ from pathlib import Path
 from collective.inner import Deadline
 
 from .agent import Host, LocalHost
-from .agent_line import AgentLine, Message, Output
+from .agent_line import AgentLine, Message, StreamBytes
 from .loop import Loop
 from .mpi_rank import PIPES
 from .mpiexec import mpi_segments, remove_segments
-from .supervisor import Meeting, Place, Rank, Supervisor
+from .supervisor import MeetingStore, Place, Rank, Supervisor
 from .variables import Run
 
 # If mpiexec has killed a helper, mpiexec itself should end within this time after it.
@@ -61,7 +61,7 @@ class _Helper(Host):
         self.shares = shares
         self._prefix = prefix
 
-    def attend(self, loop: Loop, heard: Callable[[Message | Output], object]) -> None:
+    def attend(self, loop: Loop, heard: Callable[[Message | StreamBytes], object]) -> None:
         self._loop, self._heard = loop, heard
         # O_RDWR makes this process a writer of the first three pipes, so that there is no end
         # of file before the helper has opened them. The pipe "reports" has no writer here: its
@@ -79,14 +79,14 @@ class _Helper(Host):
         self._loop.open.callback(os.close, pipe)
         return pipe
 
-    def post(self, frame: Message | Output) -> None:
+    def post(self, frame: Message | StreamBytes) -> None:
         self.line.post(frame)
-        if not isinstance(frame, Output) and frame["kind"] == "start":
+        if not isinstance(frame, StreamBytes) and frame["kind"] == "start":
             for stream, pipe in enumerate(self._outputs, 1):
                 self._loop.relay(pipe, partial(self._relay, frame["process"], stream))
 
     def _relay(self, process: int, stream: int, data: bytes) -> None:
-        self._heard(Output(process, stream, data))
+        self._heard(StreamBytes(process, stream, data))
 
     def hear(self) -> None:
         """Pass on what the helper has reported, and what its rank has written before its end."""
@@ -104,7 +104,7 @@ class _Helper(Host):
             self._heard(frame)
 
 
-class _Mpiexec(Rank):
+class _MpiexecProcess(Rank):
     """mpiexec itself, which ends with its ranks; only SIGKILL is sent to it."""
 
     def send(self, number: int, *, group: bool) -> None:
@@ -123,15 +123,9 @@ class MpiSupervisor(Supervisor):
     """
 
     def __init__(
-        self,
-        control: int,
-        run: Run,
-        environments: Sequence[Mapping[str, str]],
-        meeting: Meeting,
-        host: LocalHost,
-        start: Sequence[str],
-        directory: Path,
-    ) -> None:
+        self, control: int, run: Run, environments: Sequence[Mapping[str, str]],
+        meeting: MeetingStore, host: LocalHost, start: Sequence[str], directory: Path,
+    ) -> None:  # fmt: skip
         self._start_with = start
         self._directory = directory / "mpi"
         self._helpers = [
@@ -140,7 +134,7 @@ class MpiSupervisor(Supervisor):
         host.shares = ()  # mpiexec itself is not bound
         places = [Place(helper, number, run.size) for number, helper in enumerate(self._helpers)]
         super().__init__(control, run, environments, meeting, [host], places)
-        self._mpiexec = _Mpiexec(-1, Place(host, 0, 1), [])
+        self._mpiexec = _MpiexecProcess(-1, Place(host, 0, 1), [])
         self._vanished: list[tuple[Deadline, Rank]] = []
         self._own_failure = 0
         self._segments: set[str] = set()
@@ -170,8 +164,8 @@ class MpiSupervisor(Supervisor):
         command = [*self._start_with, *helper(self._directory)]
         self._order(self._mpiexec, command, shared)
 
-    def _heard(self, host: Host, frame: Message | Output) -> None:
-        if isinstance(frame, Output) or frame["kind"] != "vanished":
+    def _heard(self, host: Host, frame: Message | StreamBytes) -> None:
+        if isinstance(frame, StreamBytes) or frame["kind"] != "vanished":
             super()._heard(host, frame)
             return
         rank = next(rank for rank in self._ranks if rank.place.host is host)

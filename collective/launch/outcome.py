@@ -13,7 +13,7 @@ from collective import CollectiveTimeoutError, CommunicatorAbortedError
 from collective.errors import CollectiveError, ToldByText, outer_frames
 from collective.request import name_ranks
 
-from .tracebacks import Site, alike, hide_internal_frames, in_one_line, innermost, site_of
+from .tracebacks import Location, alike, hide_internal_frames, in_one_line, innermost, site_of
 
 
 class RankDiedError(Exception):
@@ -49,7 +49,7 @@ class RankHungError(Exception):
         self.stack = stack
 
     @property
-    def site(self) -> Site | None:
+    def site(self) -> Location | None:
         main = self.stack.partition("thread main:\n")[2].partition("\nthread ")[0]
         return innermost(main.splitlines())
 

@@ -21,7 +21,7 @@ from collective.inner import Deadline
 
 from . import rank_line
 from .outcome import Outcome, RankDiedError
-from .ranks import LEAVE_S, Handle, Job, Starter
+from .ranks import LEAVE_S, Job, RankHandle, Starter
 
 _STACKS_S = 2.0
 # Modules of the fork server; empty if ranks are not forked. A list, since preload() changes it.
@@ -109,7 +109,7 @@ def _importable_main() -> Iterator[None]:
         main.__file__ = file
 
 
-class ProcessHandle(Handle):
+class ProcessHandle(RankHandle):
     """Handle of a rank that is a process, started here or by a command.
 
     Args:
@@ -239,7 +239,7 @@ class ProcessStarter(Starter):
             )
         return pickle.dumps((sys.version_info[:2], list(sys.path), buffer.getvalue()))
 
-    def start(self, ranks: Sequence[int]) -> dict[int, Handle]:
+    def start(self, ranks: Sequence[int]) -> dict[int, RankHandle]:
         return {rank: _Started(rank) for rank in ranks}
 
     def wait(self, handles: Mapping[int, Any], deadline: Deadline) -> dict[int, Outcome | None]:

@@ -78,7 +78,7 @@ def _ignore(number: int, frame: object) -> None:
     """Do nothing."""
 
 
-class _Line:
+class _RankConnection:
     """Connection of a rank, with the thread that listens to it."""
 
     def __init__(self, connection: Connection) -> None:
@@ -139,7 +139,7 @@ def serve(participant: Participant, connection: Connection, foreign: bool = Fals
         foreign: whether this Python has packages of its own. They come before the packages of the
             program that controls the ranks.
     """
-    line = _Line(connection)
+    line = _RankConnection(connection)
     interrupts = _Interrupts()
     with interrupts.ignored():
         result: Job | Outcome | None = None

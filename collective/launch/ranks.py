@@ -122,7 +122,7 @@ def perform(job: Job, participant: Participant) -> Outcome:
 # -- in the program that controls the ranks ----------------------------------------------------
 
 
-class Handle(ABC):
+class RankHandle(ABC):
     """Rank as seen from outside: this end of its control line.
 
     Attributes:
@@ -171,7 +171,7 @@ class Starter(ABC):
     together = False
 
     def encode(self, job: Job) -> Any:
-        """Return ``job`` in the form that :meth:`Handle.load` takes.
+        """Return ``job`` in the form that :meth:`RankHandle.load` takes.
 
         Raises:
             TypeError: the job cannot be sent to the ranks.
@@ -179,7 +179,7 @@ class Starter(ABC):
         return job
 
     @abstractmethod
-    def start(self, ranks: Sequence[int]) -> dict[int, Handle]:
+    def start(self, ranks: Sequence[int]) -> dict[int, RankHandle]:
         """Start ``ranks``: all ranks, or those that are missing.
 
         Raises:
@@ -187,7 +187,9 @@ class Starter(ABC):
         """
 
     @abstractmethod
-    def wait(self, handles: Mapping[int, Handle], deadline: Deadline) -> dict[int, Outcome | None]:
+    def wait(
+        self, handles: Mapping[int, RankHandle], deadline: Deadline
+    ) -> dict[int, Outcome | None]:
         """Wait until a rank answers.
 
         Returns:
@@ -213,7 +215,7 @@ class Ranks:
     def __init__(self, size: int, starter: Starter) -> None:
         self.size = size
         self._starter = starter
-        self._handles: dict[int, Handle] = {}
+        self._handles: dict[int, RankHandle] = {}
 
     def start(self) -> None:
         """Start the ranks that are missing.
@@ -274,7 +276,7 @@ class Ranks:
         return [outcomes[rank].value for rank in range(self.size)]
 
     def _ask(
-        self, send: Callable[[Handle], None], limit: Deadline, lack: str,
+        self, send: Callable[[RankHandle], None], limit: Deadline, lack: str,
         grace: float | None = None, ended: Callable[[int, str], None] = lambda rank, why: None,
     ) -> dict[int, Outcome]:  # fmt: skip
         """Send an order to all ranks, wait until each has answered, and return the outcomes.
@@ -284,7 +286,7 @@ class Ranks:
             ended: function to call for a rank that has died, and how.
         """
         outcomes: dict[int, Outcome] = {}
-        pending: dict[int, Handle] = {}
+        pending: dict[int, RankHandle] = {}
         for rank, handle in self._handles.items():
             try:
                 send(handle)
@@ -310,7 +312,7 @@ class Ranks:
         return outcomes
 
     def _hung(
-        self, pending: Mapping[int, Handle], limit: Deadline, lack: str
+        self, pending: Mapping[int, RankHandle], limit: Deadline, lack: str
     ) -> dict[int, Outcome]:
         """Get the stacks of the ranks that still run, and end these ranks."""
         stacks = {rank: handle.stacks() for rank, handle in pending.items()}
@@ -347,10 +349,10 @@ class Ranks:
 
 # -- ranks that are threads --------------------------------------------------------------------
 
-_Answers = SimpleQueue[tuple[Handle, "Outcome | None"]]
+_Answers = SimpleQueue[tuple[RankHandle, "Outcome | None"]]
 
 
-class _Thread(Handle):
+class _ThreadRank(RankHandle):
     def __init__(self, rank: int, answers: _Answers) -> None:
         self._participant = Participant(rank)
         self._answers = answers
@@ -400,10 +402,12 @@ class ThreadStarter(Starter):
     def __init__(self) -> None:
         self._answers: _Answers = SimpleQueue()
 
-    def start(self, ranks: Sequence[int]) -> dict[int, Handle]:
-        return {rank: _Thread(rank, self._answers) for rank in ranks}
+    def start(self, ranks: Sequence[int]) -> dict[int, RankHandle]:
+        return {rank: _ThreadRank(rank, self._answers) for rank in ranks}
 
-    def wait(self, handles: Mapping[int, Handle], deadline: Deadline) -> dict[int, Outcome | None]:
+    def wait(
+        self, handles: Mapping[int, RankHandle], deadline: Deadline
+    ) -> dict[int, Outcome | None]:
         while True:
             try:
                 answering, outcome = self._answers.get(timeout=deadline.left())

@@ -34,7 +34,7 @@ from collective.inner import Deadline, platform
 from collective.start.connecting import failing, tell_ended
 
 from .agent import Host
-from .agent_line import BEAT_S, Message, Outlet, Output
+from .agent_line import BEAT_S, Message, Outlet, StreamBytes
 from .loop import Loop
 from .screen import RankOutput, Screen
 from .tracebacks import sift, split_traceback, summary
@@ -160,7 +160,7 @@ class Rank:
             self.place.host.post({**order, "group": group})
 
 
-class Meeting(NamedTuple):
+class MeetingStore(NamedTuple):
     """Store where the ranks of an attempt meet, and what launcher and ranks tell each other there.
 
     Attributes:
@@ -206,14 +206,9 @@ class Supervisor:
     """
 
     def __init__(
-        self,
-        control: int,
-        run: Run,
-        environments: Sequence[Mapping[str, str]],
-        meeting: Meeting,
-        hosts: Sequence[Host],
-        places: Sequence[Place],
-    ) -> None:
+        self, control: int, run: Run, environments: Sequence[Mapping[str, str]],
+        meeting: MeetingStore, hosts: Sequence[Host], places: Sequence[Place],
+    ) -> None:  # fmt: skip
         self._control = control
         self._run = run
         self._meeting = meeting
@@ -378,9 +373,9 @@ class Supervisor:
         self._by_process[rank.process] = rank
         return rank
 
-    def _heard(self, host: Host, frame: Message | Output) -> None:
+    def _heard(self, host: Host, frame: Message | StreamBytes) -> None:
         """Handle a report of the agent of a host."""
-        if isinstance(frame, Output):
+        if isinstance(frame, StreamBytes):
             writer = self._by_process.get(frame.process)
             if writer is not None:  # and not of an earlier attempt
                 self._wrote(writer, frame.stream, frame.data)
@@ -505,7 +500,7 @@ class Supervisor:
         with contextlib.suppress(OSError):
             data = os.read(0, _READ)
         if not rank.place.host.lost:
-            rank.place.host.post(Output(rank.process, 0, data))
+            rank.place.host.post(StreamBytes(rank.process, 0, data))
 
     def _stop_input(self, rank: Rank) -> None:
         if self._takes_input(rank):

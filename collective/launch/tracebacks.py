@@ -195,7 +195,7 @@ def alike(texts: Sequence[tuple[int, str]]) -> list[list[int]]:
 # -- where the ranks were at Ctrl-C ------------------------------------------------------------
 
 
-class Site(NamedTuple):
+class Location(NamedTuple):
     """Position of a rank in its program.
 
     Attributes:
@@ -216,7 +216,7 @@ class Site(NamedTuple):
         return f"{path}:{self.line}, in {self.function}{source}"
 
 
-def site_of(frames: Sequence[traceback.FrameSummary]) -> Site | None:
+def site_of(frames: Sequence[traceback.FrameSummary]) -> Location | None:
     """Return the position of a stack, given from the outermost frame; None if it is empty."""
     if not frames:
         return None
@@ -231,14 +231,14 @@ def site_of(frames: Sequence[traceback.FrameSummary]) -> Site | None:
     at = own[-1]
     frame = frames[at]
     source = (frame.line or "").strip()
-    return Site(frame.filename, frame.lineno or 0, frame.name, source, any(internal[at + 1 :]))
+    return Location(frame.filename, frame.lineno or 0, frame.name, source, any(internal[at + 1 :]))
 
 
 def _below(path: str, directories: Iterable[str]) -> bool:
     return any(path.startswith(f"{directory}{os.sep}") for directory in directories)
 
 
-def sites_of_threads(idents: Mapping[int, int | None]) -> dict[int, Site]:
+def sites_of_threads(idents: Mapping[int, int | None]) -> dict[int, Location]:
     """Return the positions of ranks that are threads of this process.
 
     Args:
@@ -254,7 +254,7 @@ def sites_of_threads(idents: Mapping[int, int | None]) -> dict[int, Site]:
     return sites
 
 
-def innermost(frames: Sequence[str]) -> Site | None:
+def innermost(frames: Sequence[str]) -> Location | None:
     """Return the position at which the last traceback in the lines ends."""
     summaries: list[traceback.FrameSummary] = []
     for number, line in enumerate(frames):
@@ -271,7 +271,7 @@ def innermost(frames: Sequence[str]) -> Site | None:
     return site_of(summaries)
 
 
-def sift(output: bytes) -> tuple[bytes, Site | None]:
+def sift(output: bytes) -> tuple[bytes, Location | None]:
     """Remove the parts of a rank's output that only report an interrupt.
 
     Args:
@@ -320,7 +320,7 @@ def _dump(lines: Sequence[str]) -> int:
     return end + 1 if any("type name: KeyboardInterrupt" in line for line in lines[:end]) else 0
 
 
-def summary(sites: Mapping[int, Site], stopped: Sequence[int] = ()) -> str:
+def summary(sites: Mapping[int, Location], stopped: Sequence[int] = ()) -> str:
     """Return one line about an interrupt.
 
     Args:

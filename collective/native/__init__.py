@@ -60,7 +60,7 @@ _USUAL, _LEAST = 32 << 20, 16 << 20
 _MOST = 96 << 20
 
 
-class Callbacks(Protocol):
+class SharedCallbacks(Protocol):
     """Callbacks from C into Python for calls over shared memory."""
 
     def wait(
@@ -438,7 +438,7 @@ def shared(
     area_bytes: int,
     least_long: int,
     looks: int,
-    callbacks: Callbacks,
+    callbacks: SharedCallbacks,
 ) -> Shared | None:
     """Return the shared memory of the ranks of one host, for collectives in C.
 

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from collective.deadline import Deadline
 
-from . import Callbacks
+from . import SharedCallbacks
 
 _Function = TypeVar("_Function")
 
@@ -129,7 +129,7 @@ class Shared:
         area_bytes: int,
         least_long: int,
         looks: int,
-        callbacks: Callbacks,
+        callbacks: SharedCallbacks,
         /,
     ) -> None: ...
     def know(

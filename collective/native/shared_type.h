@@ -8,7 +8,7 @@
 
 typedef struct {
     CORE_HEAD
-    PyObject *callbacks; /* see Callbacks in __init__.py */
+    PyObject *callbacks; /* see SharedCallbacks in __init__.py */
     struct shared shared;
     Py_buffer memory; /* the control segment, which this buffer keeps mapped */
     char *descriptions; /* of this rank's last calls, in the segment */

@@ -194,7 +194,7 @@ def failing(store: Store) -> tuple[int, int] | None:
     return int(rank), int(code)
 
 
-class _Ended(NamedTuple):
+class _EndedRanks(NamedTuple):
     """The arguments of :func:`tell_ended`."""
 
     ended: Mapping[int, str]
@@ -202,7 +202,7 @@ class _Ended(NamedTuple):
     least: int
 
     @classmethod
-    def of(cls, store: Store) -> _Ended:
+    def of(cls, store: Store) -> _EndedRanks:
         text = store.try_get(_ENDED)
         if text is None:
             return cls({}, (), 1)
@@ -223,7 +223,7 @@ def met(kind: type[Backend], world: World, deadline: Deadline) -> tuple[Backend,
     """
     if world.comm is not None or world.size == 1:
         return kind.connect(world, deadline), world
-    meeting = _Meeting(world, kind.capabilities.shrinks)
+    meeting = _LaunchedMeeting(world, kind.capabilities.shrinks)
     while True:
         watched = WatchedStore(world.store, meeting.prefix, meeting.look)
         try:
@@ -244,7 +244,7 @@ def met(kind: type[Backend], world: World, deadline: Deadline) -> tuple[Backend,
         meeting.go_on(None, deadline)
 
 
-class _Meeting:
+class _LaunchedMeeting:
     """Meeting of the ranks of `collective run`, some of which may end before they have met.
 
     Args:
@@ -287,7 +287,7 @@ class _Meeting:
         if self._over or now < self._looked_at + _LOOK_S:
             return
         self._looked_at = now
-        known = _Ended.of(self._root.store)
+        known = _EndedRanks.of(self._root.store)
         if not known.ended.keys().isdisjoint(self._members):
             living = [rank for rank in self._members if rank not in known.ended]
             # If a rank is connected already, all have come, and the transport tells of the loss.
@@ -320,7 +320,7 @@ class _Meeting:
         if error is not None and verdict in (None, self._members):
             raise error
         assert verdict is not None
-        known = _Ended.of(self._root.store)
+        known = _EndedRanks.of(self._root.store)
         if self._root.rank not in verdict or len(verdict) < known.least or not self._shrinks:
             if isinstance(error, PeerFailedError):
                 raise error  # a peer's own exception says more than its exit code
@@ -342,7 +342,7 @@ class _Meeting:
         text = self._root.store.try_get(self._key)
         return None if text is None else tuple(json.loads(text))
 
-    def _error(self, known: _Ended) -> RendezvousError:
+    def _error(self, known: _EndedRanks) -> RendezvousError:
         return _error(known, self._members, self._root.rank, self._root.size)
 
 
@@ -353,12 +353,12 @@ def refuse_ended(store: Store, rank: int, size: int) -> None:
         store: store in which the ranks meet.
         rank, size: number of this rank, and of all ranks.
     """
-    known = _Ended.of(store)
+    known = _EndedRanks.of(store)
     if known.ended:
         raise _error(known, range(size), rank, size)
 
 
-def _error(known: _Ended, members: Sequence[int], rank: int, size: int) -> RendezvousError:
+def _error(known: _EndedRanks, members: Sequence[int], rank: int, size: int) -> RendezvousError:
     gone = {number: known.ended[number] for number in members if number in known.ended}
     how = ", ".join(f"rank {number}: {how}" for number, how in gone.items())
     if len(gone) == 1:

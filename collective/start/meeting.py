@@ -91,7 +91,7 @@ def connect_met(
             opened.callback(session.take_place(place[0], rank, size, place[1], config.launched))
         roll = seal(PrefixedStore(store, "roll/"), secret)
         job, local_rank, local_size = call_roll(
-            roll, rank, Card.of(size, label), Deadline(config.start_timeout), look
+            roll, rank, Peer.of(size, label), Deadline(config.start_timeout), look
         )
         config = replace(config, local_rank=local_rank, local_size=local_size)
         config.warn_of_refused()
@@ -115,7 +115,7 @@ def connect_met(
     return comm
 
 
-class Card(NamedTuple):
+class Peer(NamedTuple):
     """Description of one member.
 
     Attributes:
@@ -135,7 +135,7 @@ class Card(NamedTuple):
     token: str = ""
 
     @classmethod
-    def of(cls, size: int, label: str) -> Card:
+    def of(cls, size: int, label: str) -> Peer:
         """Return the card of this process.
 
         Args:
@@ -151,7 +151,7 @@ class Card(NamedTuple):
 def call_roll(
     store: Store,
     rank: int,
-    card: Card,
+    card: Peer,
     deadline: Deadline,
     look: Callable[[], object] = lambda: None,
 ) -> tuple[str, int, int]:
@@ -190,7 +190,7 @@ class _RollCall:
     """Roll call of one member; see the module."""
 
     def __init__(
-        self, store: Store, rank: int, card: Card, deadline: Deadline, look: Callable[[], object]
+        self, store: Store, rank: int, card: Peer, deadline: Deadline, look: Callable[[], object]
     ) -> None:
         self.store = store
         self.rank = rank
@@ -205,7 +205,7 @@ class _RollCall:
 
     def lead(self) -> tuple[str, int, int]:
         """Publish lists until the members have accepted one."""
-        cards: list[Card | None] = []
+        cards: list[Peer | None] = []
         job, strange, error = "", 0, ""
         while True:
             latest = self._cards()
@@ -235,7 +235,7 @@ class _RollCall:
             if error:
                 raise RendezvousError(error.decode())
             if error is not None:
-                return self._place(job, [Card(*card) for card in cards])
+                return self._place(job, [Peer(*card) for card in cards])
             self._pause(None)
 
     def _listed(self) -> dict[str, Any] | None:
@@ -244,19 +244,19 @@ class _RollCall:
         if listed is None or len(listed["cards"]) <= self.rank:
             return None
         card = listed["cards"][self.rank]
-        return listed if card is not None and Card(*card).token == self.card.token else None
+        return listed if card is not None and Peer(*card).token == self.card.token else None
 
-    def _cards(self) -> list[Card | None]:
+    def _cards(self) -> list[Peer | None]:
         return [self._read(rank) for rank in range(self.card.size)]
 
-    def _read(self, rank: int) -> Card | None:
+    def _read(self, rank: int) -> Peer | None:
         value = self.store.try_get(_card(rank))
-        return None if value is None else Card(*json.loads(value))
+        return None if value is None else Peer(*json.loads(value))
 
     def _accepted(self, job: str, ranks: set[int]) -> bool:
         return all(self.store.try_get(f"accept-{job}-{rank}") is not None for rank in ranks)
 
-    def _pause(self, latest: list[Card | None] | None) -> None:
+    def _pause(self, latest: list[Peer | None] | None) -> None:
         """Wait a little; raise if another process has this rank, or if the time is over."""
         self.look()
         own = self._read(self.rank)
@@ -279,14 +279,14 @@ class _RollCall:
         time.sleep(self.pause)
         self.pause = min(self.pause * 1.5, _PAUSE_MOST_S)
 
-    def _place(self, job: str, cards: Sequence[Card | None]) -> tuple[str, int, int]:
+    def _place(self, job: str, cards: Sequence[Peer | None]) -> tuple[str, int, int]:
         hosts = [card.host for card in cards if card is not None]
         host = hosts[self.rank]
         local_rank = hosts[: self.rank].count(host)
         return job, local_rank, hosts.count(host)
 
 
-def _difference(cards: Sequence[Card | None]) -> tuple[int, str]:
+def _difference(cards: Sequence[Peer | None]) -> tuple[int, str]:
     """Return the first rank that cannot be in one group with rank 0, and the error's text."""
     first = cards[0]
     if first is None:

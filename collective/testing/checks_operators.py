@@ -33,7 +33,7 @@ _FOLDING: dict[str, Callable[[Communicator, Any, ReduceOp, bool], Any]] = {
 }
 
 
-class _Operator(NamedTuple):
+class _FaultyOperator(NamedTuple):
     """Fault of a user-defined operator on one rank; on the other ranks it adds.
 
     Attributes:
@@ -51,15 +51,15 @@ class _Operator(NamedTuple):
 def check_failed_operator(factory: RankFactory, size: int, *, call: str) -> None:
     """Check that an operator that fails on one rank makes the same call raise on every rank."""
     operators = [
-        _Operator(0, shortens=False, later=False),
-        _Operator(size - 1, shortens=True, later=False),
-        _Operator(size - 1, shortens=False, later=True),
+        _FaultyOperator(0, shortens=False, later=False),
+        _FaultyOperator(size - 1, shortens=True, later=False),
+        _FaultyOperator(size - 1, shortens=False, later=True),
     ]
     used = [_used(factory, size, call, operator) for operator in operators]
     assert any(used), f"{call}: neither the first rank nor the last folded anything"
 
 
-def _used(factory: RankFactory, size: int, call: str, operator: _Operator) -> bool:
+def _used(factory: RankFactory, size: int, call: str, operator: _FaultyOperator) -> bool:
     """Check one faulty operator; return whether the victim used it."""
     victim = operator.victim
     outcomes = factory.run(size, _failed_operator, call, operator, fresh=True)
@@ -86,7 +86,7 @@ class _Folded(Heard):
     failed: bool
 
 
-def _failed_operator(comm: Communicator, call: str, operator: _Operator) -> _Folded:
+def _failed_operator(comm: Communicator, call: str, operator: _FaultyOperator) -> _Folded:
     failed: list[bool] = []
 
     def fold(a: Any, b: Any) -> Any:

@@ -138,7 +138,7 @@ class OfKind:
     def _call(self, name: str, *args: Any, **options: Any) -> Any:
         signature = _SIGNATURES[name]
         given = signature.bind(self._comm, *args, **options).arguments
-        call = _Call(self, name, given)
+        call = _CallArrays(self, name, given)
         if "like" in signature.parameters:
             given["like"] = call.loan.like
         del given["self"]
@@ -169,7 +169,7 @@ class OfKind:
         return repr(self._comm)
 
 
-class _Call:
+class _CallArrays:
     """The arrays of one call: NumPy's and the kind's."""
 
     def __init__(self, comm: OfKind, name: str, given: dict[str, Any]) -> None:
@@ -228,9 +228,9 @@ class _Call:
 class _KindWork:
     """Call in flight. The first method that finds it complete copies its arrays back."""
 
-    def __init__(self, work: Any, call: _Call) -> None:
+    def __init__(self, work: Any, call: _CallArrays) -> None:
         self._work = work
-        self.call: _Call | None = call
+        self.call: _CallArrays | None = call
         self._result: Any = None
 
     def writes_to(self, hosts: Sequence[Array]) -> bool:

@@ -39,7 +39,7 @@ _REPORTING = (
 
 
 @dataclass(frozen=True)
-class Task:
+class RankedTest:
     """One test for the ranks.
 
     Attributes:
@@ -62,7 +62,7 @@ class Task:
 
 
 @dataclass
-class Part:
+class Reports:
     """What a rank's part of a test gave.
 
     Attributes:
@@ -94,7 +94,7 @@ class RankSession:
         self._manager = of_pytest.config.pluginmanager
         self._debugger = self._manager.get_plugin("pdbinvoke")
         self._pid = 0
-        self._part = Part()
+        self._part = Reports()
         self._others: dict[int, str] = {}
         self._first = 0
         self._error: BaseException | None = None
@@ -127,10 +127,10 @@ class RankSession:
 
     # -- a test ---------------------------------------------------------------------------------
 
-    def run(self, comm: Communicator, task: Task) -> Part:
+    def run(self, comm: Communicator, task: RankedTest) -> Reports:
         """Run this rank's part of a test."""
         self._comm, self._task = comm, task
-        self._part, self._others = Part(), {}
+        self._part, self._others = Reports(), {}
         items = self._session.items
         item = items[task.item]
         following = None if task.following is None else items[task.following]
@@ -310,7 +310,7 @@ def here() -> RankSession | None:
     return _here
 
 
-def run_item(comm: Communicator, task: Task) -> Part:
+def run_item(comm: Communicator, task: RankedTest) -> Reports:
     """Run a rank's part of a test, in the process of the rank."""
     assert _here is not None
     return _here.run(comm, task)

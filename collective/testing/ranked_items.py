@@ -24,7 +24,7 @@ from collective import CollectiveError
 from collective.inner import RankHungError, RanksFailedError
 from collective.launch.fork_starter import ForkServer, ForkStarter
 
-from .rank_session import Part, RankSession, Task, annotate, run_item
+from .rank_session import RankedTest, RankSession, Reports, annotate, run_item
 from .ranks import RankPool, backend_class
 
 # Seconds of a test under a debugger, and of the process whose threads are ranks beyond its test.
@@ -154,8 +154,8 @@ class RankedItems:
         folder = f"{self._base}/{name}-ranks{number}"
         following = None if ends else self._following(item, order)
         self._last[transport, size] = item, following
-        task = Task(number, following, folder, threads, transport, limit, ends)
-        parts: Mapping[int, Part] = {}
+        task = RankedTest(number, following, folder, threads, transport, limit, ends)
+        parts: Mapping[int, Reports] = {}
         errors: Mapping[int, BaseException] = {}
         try:
             with _interrupts_go_to_debugger() if debugging else contextlib.nullcontext():
@@ -171,7 +171,7 @@ class RankedItems:
         self._warn(item, parts)
         return _merged(item, parts, errors, size)
 
-    def _warn(self, item: pytest.Item, parts: Mapping[int, Part]) -> None:
+    def _warn(self, item: pytest.Item, parts: Mapping[int, Reports]) -> None:
         """Record the warnings of the ranks, each once."""
         seen = dict.fromkeys(warning for part in parts.values() for warning in part.warnings)
         for text, category, file, line, when in seen:
@@ -209,7 +209,7 @@ def _report_of(item: pytest.Item, call: pytest.CallInfo[Any]) -> pytest.TestRepo
 
 
 def _merged(
-    item: pytest.Item, parts: Mapping[int, Part], errors: Mapping[int, BaseException], size: int
+    item: pytest.Item, parts: Mapping[int, Reports], errors: Mapping[int, BaseException], size: int
 ) -> list[pytest.TestReport]:
     """Return the reports of a test, made of those of its ranks.
 

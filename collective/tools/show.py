@@ -105,7 +105,7 @@ def painted(text: str, style: str = "1") -> str:
     return text
 
 
-class Output:
+class Console:
     """Report on standard output: texts and tables that fit its width.
 
     Args:
@@ -145,7 +145,7 @@ class Output:
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; short rows are filled with empty cells."""
     rows = [[*row, *[""] * (len(header) - len(row))] for row in rows]
-    Output().table(title, header, rows)
+    Console().table(title, header, rows)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

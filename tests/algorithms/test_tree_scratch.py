@@ -8,7 +8,7 @@ import numpy as np
 
 from collective.algorithms import trees
 from collective.algorithms.folds import Folding
-from collective.algorithms.trees import NodeFolds, Span
+from collective.algorithms.trees import Leaves, NodeFolds
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.ops import as_op
@@ -17,7 +17,7 @@ FLOAT64 = BY_NAME["float64"]
 
 
 def fold(count: int) -> None:
-    spans = [Span(leaf, leaf + 1) for leaf in range(4)]
+    spans = [Leaves(leaf, leaf + 1) for leaf in range(4)]
     folds = NodeFolds(spans, 4, Folding(as_op("sum"), FLOAT64, 4), enters=True)
     folds._in_c = None  # C has scratch of its own
     rows = np.random.default_rng(count).standard_normal((4, count))

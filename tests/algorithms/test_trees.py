@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from collective.algorithms.folds import Folding
-from collective.algorithms.trees import Merging, NodeFolds, Span, nodes
+from collective.algorithms.trees import Leaves, Merging, NodeFolds, nodes
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.ops import as_op, user_op
@@ -41,7 +41,7 @@ def test_nodes_are_at_most_two_of_each_size(total: int) -> None:
 
 
 def test_aligned_range_is_one_node() -> None:
-    assert nodes(4, 8, 16) == [Span(4, 8)]
+    assert nodes(4, 8, 16) == [Leaves(4, 8)]
 
 
 @pytest.mark.parametrize("total", _TOTALS)
@@ -49,7 +49,7 @@ def test_merging_leaves_gives_the_nodes_of_their_range(total: int) -> None:
     for start, stop in itertools.combinations(range(total + 1), 2):
         merging = Merging(total, first=0)
         for leaf in range(start, stop):
-            merging.push(Span(leaf, leaf + 1), merging.room(), owned=True)
+            merging.push(Leaves(leaf, leaf + 1), merging.room(), owned=True)
         found = [entry.span for entry in merging.stack]
         assert found == nodes(start, stop, total), (start, stop)
 
@@ -59,13 +59,13 @@ def test_folds_of_two_ranges_are_joined_as_the_whole_tree(total: int) -> None:
     for middle in range(total + 1):
         values, spans = [], []
         for start, stop in ((0, middle), (middle, total)):
-            leaves = [Span(leaf, leaf + 1) for leaf in range(start, stop)]
+            leaves = [Leaves(leaf, leaf + 1) for leaf in range(start, stop)]
             values += _folded(leaves, [str(leaf) for leaf in range(start, stop)], total)
             spans += nodes(start, stop, total)
         assert _folded(spans, values, total) == [_leaves([str(leaf) for leaf in range(total)])]
 
 
-def _folded(spans: list[Span], values: list[str], total: int) -> list[str]:
+def _folded(spans: list[Leaves], values: list[str], total: int) -> list[str]:
     """Fold texts along a tree. The elements of its buffers are the indices of the texts."""
     texts = list(values)
 
@@ -81,7 +81,7 @@ def _folded(spans: list[Span], values: list[str], total: int) -> list[str]:
 
 
 def test_fold_of_many_shards_keeps_few_arrays_as_scratch() -> None:
-    leaves = [Span(leaf, leaf + 1) for leaf in range(1000)]
+    leaves = [Leaves(leaf, leaf + 1) for leaf in range(1000)]
     merging = Merging(4096, first=0)
     for leaf in leaves:
         merging.push(leaf, merging.room(), owned=True)
@@ -91,7 +91,7 @@ def test_fold_of_many_shards_keeps_few_arrays_as_scratch() -> None:
 def test_scaled_inputs_are_divided_before_they_are_folded() -> None:
     dtype = BY_NAME["float16"]
     folding = Folding(as_op("avg"), dtype, 2)
-    folds = NodeFolds([Span(0, 1), Span(1, 2)], 2, folding, enters=True)
+    folds = NodeFolds([Leaves(0, 1), Leaves(1, 2)], 2, folding, enters=True)
     out = Buffer.empty(1, dtype)
     # The sum would overflow.
     inputs = [Buffer(np.full(1, 60000, np.float16), dtype) for _ in range(2)]

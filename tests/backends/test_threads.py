@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from collective.backends.threads import ThreadsBackend, _Message, _Shared
+from collective.backends.threads import ThreadsBackend, _Message, _SharedState
 from collective.contract.backend import ANY_SOURCE
 from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
@@ -15,7 +15,7 @@ class Receiver:
     """Rank 0 of four ranks, of which the others have sent messages with each of some tags."""
 
     def __init__(self, *tags: int) -> None:
-        hub = _Shared(4)
+        hub = _SharedState(4)
         self._backend = ThreadsBackend(hub, 0)
         for tag in tags:
             for source in (1, 2, 3):

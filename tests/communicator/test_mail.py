@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from collective.backends.inbox import Posted
+from collective.backends.inbox import Transfer
 from collective.communicator.mail import Mail
 from collective.native import NOBODY
 
@@ -17,9 +17,9 @@ class _Engine:
     send = receive = None
 
     def __init__(self) -> None:
-        self.messages = [None, Posted(None, 1, NOBODY, 7)]
+        self.messages = [None, Transfer(None, 1, NOBODY, 7)]
 
-    def find(self, source: int, tag: int, mask: int, take: bool) -> Posted | None:
+    def find(self, source: int, tag: int, mask: int, take: bool) -> Transfer | None:
         return self.messages.pop(0)
 
     def wait_until(self, ready: Callable[[], bool], *_: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from collective.launch.agent_line import GREETING, AgentLine, Output
+from collective.launch.agent_line import GREETING, AgentLine, StreamBytes
 from collective.launch.hosts import cluster
 from collective.launch.hosts.reachability import Pulse
 
@@ -27,8 +27,8 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 FRAMES = [
     {"kind": "start", "environment": {"A": "\udcff", "B": "ü"}},
-    Output(7, 1, bytes(range(256))),
-    Output(1 << 31, 0, b""),
+    StreamBytes(7, 1, bytes(range(256))),
+    StreamBytes(1 << 31, 0, b""),
 ]
 
 
@@ -91,7 +91,7 @@ def test_bytes_of_no_agent_are_refused(pipe: tuple[int, int], data: bytes) -> No
 def test_line_is_full_until_other_side_reads(pipe: tuple[int, int]) -> None:
     sender = AgentLine(*pipe, greeted=False)
     while not sender.full:
-        sender.post(Output(0, 1, bytes(1 << 16)))
+        sender.post(StreamBytes(0, 1, bytes(1 << 16)))
     assert sender.waiting
     while sender.waiting:
         assert os.read(pipe[0], 1 << 16)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from collective.launch.hosts.reachability import Listener, reached
+from collective.launch.hosts.reachability import ReachableSocket, reached
 from collective.platform import held_port
 
 # The check waits for all addresses at once, two seconds. One after the other, 150 addresses would
@@ -39,9 +39,9 @@ def mute() -> Iterator[int]:
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
+def listener() -> Iterator[ReachableSocket]:
     with held_port() as port:
-        made = Listener("lo", ("127.0.0.1", port), "a token")
+        made = ReachableSocket("lo", ("127.0.0.1", port), "a token")
         yield made
         made.rest()
         made._socket.close()
@@ -55,7 +55,7 @@ def test_dead_addresses_are_named_after_one_wait(dead: int, mute: int) -> None:
     assert time.monotonic() - began < TOGETHER_S
 
 
-def test_host_with_right_token_is_reached(listener: Listener) -> None:
+def test_host_with_right_token_is_reached(listener: ReachableSocket) -> None:
     address, port = listener.address, listener.port
     assert reached([["a", address, port, "a token"], ["store", address, port, ""]]) == []
     other = "another host or program answers there"
@@ -67,7 +67,7 @@ def test_refused_connection_is_named_at_once() -> None:
         assert reached([["a", "127.0.0.1", port, "token"]]) == [["a", "Connection refused"]]
 
 
-def test_resting_listener_answers_without_a_token(listener: Listener) -> None:
+def test_resting_listener_answers_without_a_token(listener: ReachableSocket) -> None:
     listener.rest()
     with socket.create_connection((listener.address, listener.port), 5.0) as connection:
         listener.dismiss()

@@ -390,7 +390,7 @@ def test_host_that_does_not_answer_is_named(
     ssh.write_text("#!/bin/sh\necho 'a banner' >&2\nexec sleep 600\n")
     ssh.chmod(0o700)
     monkeypatch.setattr(launching, "_START_S", 1.0)
-    site = cluster.Site(str(tmp_path), "", sys.executable, "", [str(ssh)])
+    site = cluster.SharedPaths(str(tmp_path), "", sys.executable, "", [str(ssh)])
     control, handle = os.pipe()
     hosts = [HostSlots("elsewhere.example", 1)]
     try:

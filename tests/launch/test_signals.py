@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import collective
-from collective.launch.tracebacks import Site, sift, site_of, summary
+from collective.launch.tracebacks import Location, sift, site_of, summary
 from tests.support.launches import (
     DEADLINE_S,
     NOISE_S,
@@ -214,7 +214,7 @@ lost sys.stderr
 LOST = HEAD + OWN + CALL + "collective.errors.PeerLostError: rank 2 is gone;\n  so it is\n"
 ERROR = HEAD + OWN + "ValueError: boom\n"
 DURING = "\nDuring handling of the above exception, another exception occurred:\n\n"
-SITE = Site("/x/train.py", 12, "step", "comm.all_reduce(x)", True)
+SITE = Location("/x/train.py", 12, "step", "comm.all_reduce(x)", True)
 
 
 @pytest.mark.parametrize(
@@ -268,11 +268,11 @@ def _frames(*paths: str) -> list[traceback.FrameSummary]:
 )
 def test_site_of_returns_line_of_program(paths: list[str], path: str, in_call: bool) -> None:
     site = site_of(_frames(*paths))
-    assert site == Site(path, 7, "f", "g()", in_call)
+    assert site == Location(path, 7, "f", "g()", in_call)
 
 
 def test_summary_names_rank_outside_collective_calls() -> None:
-    elsewhere = Site("/x/data.py", 3, "load", "read()", False)
+    elsewhere = Location("/x/data.py", 3, "load", "read()", False)
     text = summary({0: SITE, 2: elsewhere, 3: elsewhere}, [1, 2])
     assert text == (
         "collective run: interrupted; rank 2 was at /x/data.py:3, in load: read(); killed after "

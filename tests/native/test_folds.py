@@ -12,7 +12,7 @@ import pytest
 from collective import native
 from collective.algorithms import arithmetic
 from collective.algorithms.folds import Folding
-from collective.algorithms.trees import NodeFolds, Span
+from collective.algorithms.trees import Leaves, NodeFolds
 from collective.errors import DtypeError
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME, DType
@@ -216,7 +216,7 @@ def test_arithmetic_fold_returns_c_function(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), FOLDS)
 def test_schedule_has_bits_of_its_folds_one_by_one(name: str, dtype: DType) -> None:
-    leaves = [Span(leaf, leaf + 1) for leaf in range(3, 10)]
+    leaves = [Leaves(leaf, leaf + 1) for leaf in range(3, 10)]
     folds = NodeFolds(leaves, 11, Folding(as_op(name), dtype, 11), enters=True)
     assert folds._in_c is not None
     inputs = [Buffer(drawn(dtype, 5003, seed), dtype) for seed in range(len(leaves))]

@@ -34,7 +34,7 @@ def nothing_is_left() -> bool:
     end = time.monotonic() + 60
     while time.monotonic() < end:
         groups = placement_group_table().values()
-        ranks = [a for a in state.actors().values() if a["ActorClassName"].endswith("_Rank")]
+        ranks = [a for a in state.actors().values() if a["ActorClassName"].endswith("_RankActor")]
         actors = [actor for actor in ranks if actor["State"] != "DEAD"]
         if not actors and not keys("run/") and all(group["state"] == "REMOVED" for group in groups):
             return True

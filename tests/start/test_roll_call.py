@@ -12,14 +12,14 @@ import pytest
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 from collective.start.connecting import refuse_ended, tell_ended
-from collective.start.meeting import Card, call_roll
+from collective.start.meeting import Peer, call_roll
 from collective.start.stores import MemoryStore
 
-CARD = Card(2, "host", "1.0", "actor")
+CARD = Peer(2, "host", "1.0", "actor")
 
 
 def call(
-    store: MemoryStore, *cards: Card, seconds: float = 20.0
+    store: MemoryStore, *cards: Peer, seconds: float = 20.0
 ) -> list[Future[tuple[str, int, int]]]:
     """Have members with the ranks 0, 1, … meet; return when all are through."""
     with ThreadPoolExecutor(len(cards)) as pool:

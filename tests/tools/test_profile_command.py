@@ -10,7 +10,7 @@ import pytest
 from collective.tools.cli.main import main
 from collective.tools.profile.measure import Profile, StepTimes
 from collective.tools.profile.report import as_json, show
-from collective.tools.show import Output
+from collective.tools.show import Console
 from tests import warm
 
 pytestmark = pytest.mark.whole
@@ -210,7 +210,7 @@ def shown(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")
 
     def text_of(result):
-        show(Output(), result)
+        show(Console(), result)
         json.dumps(as_json(result), allow_nan=False)
         return capsys.readouterr().out
 

@@ -144,7 +144,7 @@ def parity() -> None:
         "failures": [], "unsupported": [], "exit_code": 0, "seed": 0,
         "collective": "1.0", "versions": {"numpy": "2.4"}, "machine": Observer().machine(),
     }  # fmt: skip
-    report.show(show.Output(), data)
+    report.show(show.Console(), data)
 
 
 def profile() -> None:
@@ -154,7 +154,7 @@ def profile() -> None:
     cost = OperationCost("reduce_scatter", 123_456, 1 << 40, 2e12, 123.4, 50.0, 73.4,
                          Counter({13: 70, 1: 30}), 10.0, 8.7)  # fmt: skip
     about = {"rank": 0, "size": 16, "local_size": 16, "cores": 32, "backend": "hierarchical"}
-    report.show(show.Output(), Profile(about, 16, 200.0, [cost], None, 2e-5))
+    report.show(show.Console(), Profile(about, 16, 200.0, [cost], None, 2e-5))
 
 
 def config() -> None:
@@ -192,7 +192,7 @@ def test_output_wraps_texts_but_not_paths(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "20")
-    out = show.Output()
+    out = show.Console()
     out.say("\nsome words that are too many\n/a/very/long/path/that/stays")
     out.quote("words that are not wrapped at all!")
     assert capsys.readouterr().out.splitlines() == [
@@ -206,9 +206,9 @@ def test_output_on_a_terminal_colours_failures_only(
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    show.Output().quote("passed FAILED")
+    show.Console().quote("passed FAILED")
     monkeypatch.setenv("NO_COLOR", "1")
-    show.Output().quote("passed FAILED")
+    show.Console().quote("passed FAILED")
     assert capsys.readouterr().out == "passed \033[31mFAILED\033[0m\npassed FAILED\n"
 
 

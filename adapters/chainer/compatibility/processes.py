@@ -83,7 +83,7 @@ class _NoWorker:
         """Wait for nothing."""
 
 
-class _Workers:
+class _PoolContext:
     """Context of a pool, which makes the pool's workers until one fails.
 
     Args:
@@ -131,7 +131,7 @@ class Pool(multiprocessing.pool.Pool):
         maxtasksperchild: int | None = None,
     ) -> None:
         self._size = processes or os.cpu_count() or 1
-        self._workers = _Workers(replaced=maxtasksperchild is not None)
+        self._workers = _PoolContext(replaced=maxtasksperchild is not None)
         super().__init__(processes, initializer, initargs, maxtasksperchild, self._workers)
 
     def check(self) -> None:

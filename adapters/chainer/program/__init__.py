@@ -96,7 +96,7 @@ class _ProgramSpec(importlib.machinery.ModuleSpec):
         return self._package
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _ProgramFinder(importlib.abc.MetaPathFinder):
     """Finder of programs by the names of :class:`_ProgramSpec`."""
 
     def find_spec(
@@ -143,4 +143,4 @@ def become(namespace: dict[str, Any]) -> CodeType:
     return code
 
 
-sys.meta_path.append(_Finder())
+sys.meta_path.append(_ProgramFinder())

@@ -19,13 +19,13 @@ from chainer.function_node import FunctionNode
 
 from collective.adapters.chainer.backward import Replacements
 from collective.training.splits.blocks import Value
-from collective.training.splits.session import Session, names
+from collective.training.splits.session import SplitSession, names
 
 
 class _Current(threading.local):
     """Session that handles functions of this rank's pieces of parameters, in this thread."""
 
-    session: Session | None = None
+    session: SplitSession | None = None
 
 
 _current = _Current()
@@ -63,7 +63,9 @@ class Cut(chainer.Variable):  # type: ignore[misc, unused-ignore]
         shape, dtype: those of the whole variable.
     """
 
-    def __init__(self, value: Value, session: Session, shape: Sequence[int], dtype: Any) -> None:
+    def __init__(
+        self, value: Value, session: SplitSession, shape: Sequence[int], dtype: Any
+    ) -> None:
         # An array of this shape without memory: Chainer reads only its shape and dtype.
         nothing = np.broadcast_to(np.zeros((), dtype), tuple(shape))
         super().__init__(nothing, requires_grad=False)
@@ -113,7 +115,7 @@ def _intercepted(original: Any) -> Any:
 _interception = Replacements((FunctionNode, "apply", _intercepted))
 
 
-def _session_of(inputs: Any) -> Session | None:
+def _session_of(inputs: Any) -> SplitSession | None:
     """Return the forward pass that a function of ``inputs`` belongs to, or None."""
     for x in inputs:
         if isinstance(x, Cut):
@@ -124,7 +126,7 @@ def _session_of(inputs: Any) -> Session | None:
 
 
 @contextlib.contextmanager
-def _current_session(session: Session | None) -> Iterator[None]:
+def _current_session(session: SplitSession | None) -> Iterator[None]:
     outer, _current.session = _current.session, session
     try:
         yield
@@ -133,7 +135,7 @@ def _current_session(session: Session | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def intercepting(link: chainer.Link, session: Session) -> Iterator[None]:
+def intercepting(link: chainer.Link, session: SplitSession) -> Iterator[None]:
     """Pass functions of cut variables to the forward passes that the variables belong to.
 
     Args:

@@ -13,7 +13,7 @@ from chainer.functions.array.resize_images import ResizeImages
 
 from collective.training.splits.blocks import Read, Step
 from collective.training.splits.recipes import (
-    Context,
+    LayerCall,
     check_windows,
     nothing,
     padded,
@@ -22,7 +22,7 @@ from collective.training.splits.recipes import (
     sliced,
 )
 from collective.training.splits.weighted import biased, convolved, layer, written
-from collective.training.splits.windows import Transposed, Window
+from collective.training.splits.windows import Transposed, WindowRule
 
 _Numbers = tuple[int, ...]
 
@@ -47,13 +47,13 @@ def _padding(node: Any, ends: _Numbers) -> dict[str, Any]:
     return {"pad": ends} if hasattr(node, "stride") else dict(zip(("ph", "pw"), ends))
 
 
-def convolution(context: Context, weight: Any, bias: Any = None) -> Step | None:
+def convolution(context: LayerCall, weight: Any, bias: Any = None) -> Step | None:
     """Return the step of ``Convolution2DFunction`` and ``ConvolutionND``."""
     node = context.function
     strides, pads, dilations = _settings(node)
     rules = []
     for n, k, s, p, d in zip(context.lengths, weight.shape[2:], strides, pads, dilations):
-        window = Window(k, s, p, p, d)
+        window = WindowRule(k, s, p, p, d)
         rules.append(window.covering(n) if node.cover_all else window)
 
     def function(x: Any, read: Read, groups: int, *parameters: Any) -> Any:
@@ -66,7 +66,7 @@ def convolution(context: Context, weight: Any, bias: Any = None) -> Step | None:
     return layer(context, [None, *rules], function, weight, bias, node.groups, 0)
 
 
-def transposed(context: Context, weight: Any, bias: Any = None) -> Step | None:
+def transposed(context: LayerCall, weight: Any, bias: Any = None) -> Step | None:
     """Return the step of ``Deconvolution2DFunction`` and ``DeconvolutionND``."""
     node = context.function
     strides, pads, dilations = _settings(node)
@@ -91,7 +91,7 @@ def transposed(context: Context, weight: Any, bias: Any = None) -> Step | None:
 
 
 def _transposed_rules(
-    context: Context, kernel: Any, strides: Any, pads: Any, dilations: Any, sizes: Any
+    context: LayerCall, kernel: Any, strides: Any, pads: Any, dilations: Any, sizes: Any
 ) -> list[Transposed]:
     rules = []
     for n, m, *numbers in zip(context.lengths, sizes, kernel, strides, pads, dilations):
@@ -101,7 +101,7 @@ def _transposed_rules(
     return rules
 
 
-def unpooling(context: Context) -> Step | None:
+def unpooling(context: LayerCall) -> Step | None:
     """Return the step of ``Unpooling2D``: a transposed window of ones."""
     node = context.function
     kernel, strides, pads = (node.kh, node.kw), (node.sy, node.sx), (node.ph, node.pw)
@@ -122,7 +122,7 @@ def unpooling(context: Context) -> Step | None:
     return context.by_channel(rules, run)
 
 
-def dense(context: Context, weight: Any, bias: Any = None) -> Step | None:
+def dense(context: LayerCall, weight: Any, bias: Any = None) -> Step | None:
     """Return the step of ``LinearFunction``, on the batch's rows, with a convolution's channels."""
 
     def function(x: Any, read: Read, groups: int, *parameters: Any) -> Any:
@@ -131,7 +131,7 @@ def dense(context: Context, weight: Any, bias: Any = None) -> Step | None:
     return layer(context, [None], function, weight, bias, 1, 0)
 
 
-def _windows(context: Context) -> tuple[list[Window], dict[str, Any]]:
+def _windows(context: LayerCall) -> tuple[list[WindowRule], dict[str, Any]]:
     """Return the windows of a pooling, and settings without padding."""
     node = context.function
     if hasattr(node, "ksize"):
@@ -142,13 +142,13 @@ def _windows(context: Context) -> tuple[list[Window], dict[str, Any]]:
         unpadded = {"ph": 0, "pw": 0, "cover_all": False}
     windows = []
     for n, k, s, p in zip(context.lengths, kernel, strides, pads):
-        window = Window(k, s, p, p)
+        window = WindowRule(k, s, p, p)
         windows.append(window.covering(n) if node.cover_all else window)
     check_windows(context, [None, *windows])
     return windows, unpadded
 
 
-def max_pool(context: Context) -> Step | None:
+def max_pool(context: LayerCall) -> Step | None:
     """Return the step of ``MaxPooling2D`` and ``MaxPoolingND``."""
     windows, unpadded = _windows(context)
     node = context.function
@@ -163,7 +163,7 @@ def max_pool(context: Context) -> Step | None:
     return context.by_channel(windows, run)
 
 
-def avg_pool(context: Context) -> Step | None:
+def avg_pool(context: LayerCall) -> Step | None:
     """Return the step of ``AveragePooling2D`` and ``AveragePoolingND``."""
     windows, unpadded = _windows(context)
     node = context.function
@@ -184,7 +184,7 @@ def avg_pool(context: Context) -> Step | None:
     return context.by_channel(windows, run)
 
 
-def resize(context: Context) -> Step | None:
+def resize(context: LayerCall) -> Step | None:
     """Return the step of ``ResizeImages``, nearest and bilinear."""
     node = context.function
     if node.mode not in ("nearest", "bilinear"):
@@ -198,7 +198,7 @@ def resize(context: Context) -> Step | None:
     return resized(context, ats, node.mode == "bilinear")
 
 
-def pad(context: Context) -> Step | None:
+def pad(context: LayerCall) -> Step | None:
     """Return the step of ``Pad`` with constants, on the data axes.
 
     Chainer itself computes other modes, because its gradient for them is not the derivative:
@@ -210,7 +210,7 @@ def pad(context: Context) -> Step | None:
     widths = np.broadcast_to(np.asarray(node.pad_width), (len(context.lengths) + 2, 2)).tolist()
     if node.mode != "constant" or np.ndim(fill) or any(map(any, widths[:2])):
         return None
-    rules = [Window(1, 1, *ends) for ends in widths[2:]]
+    rules = [WindowRule(1, 1, *ends) for ends in widths[2:]]
 
     def run(arrays: Sequence[Any], read: Read) -> Any:
         return padded(context.arrays, arrays[0], read.padding, fill)
@@ -218,12 +218,12 @@ def pad(context: Context) -> Step | None:
     return context.by_channel(rules, run)
 
 
-def getitem(context: Context) -> Step | None:
+def getitem(context: LayerCall) -> Step | None:
     """Return the step of ``GetItem``: slices of the data axes, with whole batch and channels."""
     return sliced(context, context.function.slices)
 
 
-def flatten(context: Context) -> Step | None:
+def flatten(context: LayerCall) -> Step | None:
     """Return the step of ``Reshape`` to one row for each sample."""
     n, *rest = context.sources[0].lengths
     width = context.channels * math.prod(rest)

@@ -11,14 +11,14 @@ import chainer.functions as F
 import numpy as np
 
 from collective.training.splits.blocks import Step, Value
-from collective.training.splits.recipes import Context, row_for_row
-from collective.training.splits.session import Session, names
+from collective.training.splits.recipes import LayerCall, row_for_row
+from collective.training.splits.session import SplitSession, names
 
 from .cut import Cut, intercepting
 from .recipes import LAYERS, RECIPES, ROW_FOR_ROW, applied
 
 
-class VariableSession(Session):
+class VariableSession(SplitSession):
     """One forward pass of a link whose variables are cut."""
 
     kind = Cut
@@ -71,7 +71,7 @@ class VariableSession(Session):
         x, *rest = inputs
         if not isinstance(x, Cut) or any(isinstance(other, Cut) for other in rest):
             return None
-        context = Context(self.arrays, self._executor, node, name, (x.value,), x.shape[1])
+        context = LayerCall(self.arrays, self._executor, node, name, (x.value,), x.shape[1])
         step = recipe(context, *map(chainer.as_variable, rest))
         return None if step is None else self._added(step, x.dtype)
 
@@ -110,7 +110,7 @@ class VariableSession(Session):
             self._kept.held += [(node.label, x.array) for x in arrays if not x.requires_grad]
         operands = [x.value if isinstance(x, Cut) else x for x in leaves]
         values = tuple(x for x in operands if isinstance(x, Value))
-        context = Context(self.arrays, self._executor, None, name, values, shape[1])
+        context = LayerCall(self.arrays, self._executor, None, name, values, shape[1])
         return self._added(row_for_row(context, operands, len(shape), call, along=along), dtype)
 
     # -- functions with statistics or random numbers ---------------------------------------

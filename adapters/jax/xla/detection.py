@@ -18,7 +18,7 @@ from types import ModuleType
 _LISTENS = "JAX_COORDINATOR_BIND_ADDRESS"
 
 
-class _Finder:
+class _DetectionFinder:
     """Finder that teaches JAX to read this launcher's variables when JAX is imported."""
 
     def find_spec(
@@ -37,7 +37,7 @@ def detect_collective() -> None:
     if "jax._src.distributed" in sys.modules:
         _register()
     else:
-        sys.meta_path.insert(0, _Finder())
+        sys.meta_path.insert(0, _DetectionFinder())
 
 
 def place(environ: Mapping[str, str]) -> tuple[str, int, int] | None:

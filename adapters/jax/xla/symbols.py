@@ -52,10 +52,7 @@ def looked_up(jaxlib: Path) -> list[str]:
     Args:
         jaxlib: the file ``libjax_common.so``. Reading it takes a second.
     """
-    with (
-        jaxlib.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-    ):
+    with jaxlib.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return sorted({n.decode() for n in re.findall(rb"\0(MPIX?ABI_\w+)(?=\0)", content)})
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from collective.training.splits.blocks import Read, Run, Step, Value
 from collective.training.splits.recipes import (
-    Context,
+    LayerCall,
     guarded,
     nothing,
     padded,
@@ -21,13 +21,13 @@ from collective.training.splits.recipes import (
     taken,
 )
 from collective.training.splits.weighted import biased, convolved, layer, written
-from collective.training.splits.windows import Taken, Transposed, Window
+from collective.training.splits.windows import Taken, Transposed, WindowRule
 
 Tensor = torch.Tensor
 
 
 def convolution(
-    context: Context, x: Value, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+    context: LayerCall, x: Value, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
     padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> Step | None:  # fmt: skip
     """Return the step of ``conv1d`` to ``conv3d``."""
@@ -40,7 +40,7 @@ def convolution(
     else:
         ends = [(p, p) for p in per_axis(0 if padding == "valid" else padding, axes)]
     rules = [
-        Window(k, s, before, after, d)
+        WindowRule(k, s, before, after, d)
         for k, s, (before, after), d in zip(kernel, strides, ends, dilations)
     ]
 
@@ -54,7 +54,7 @@ def convolution(
 
 
 def transposed(
-    context: Context, x: Value, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+    context: LayerCall, x: Value, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
     padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
 ) -> Step | None:  # fmt: skip
     """Return the step of ``conv_transpose1d`` to ``conv_transpose3d``."""
@@ -76,7 +76,7 @@ def transposed(
     return layer(context, [None, *rules], function, weight, bias, groups, 1)
 
 
-def linear(context: Context, x: Value, weight: Tensor, bias: Tensor | None = None) -> Step | None:
+def linear(context: LayerCall, x: Value, weight: Tensor, bias: Tensor | None = None) -> Step | None:
     """Return the step of ``linear``, for the channels or along the last data axis."""
     if not context.lengths:
 
@@ -116,19 +116,19 @@ def per_axis(value: Any, axes: int) -> tuple[int, ...]:
 
 
 def _windows(
-    context: Context, kernel: Any, stride: Any, padding: Any, dilation: Any = 1
-) -> list[Window]:
+    context: LayerCall, kernel: Any, stride: Any, padding: Any, dilation: Any = 1
+) -> list[WindowRule]:
     settings = kernel, kernel if stride is None or stride == [] else stride, padding, dilation
     numbers = [per_axis(setting, len(context.lengths)) for setting in settings]
     windows = []
     for n, m, k, s, p, d in zip(context.lengths, context.shape[2:], *numbers):
         # With ceil_mode the last window may extend beyond the end.
-        windows.append(Window(k, s, p, p, d).ending(n, m))
+        windows.append(WindowRule(k, s, p, p, d).ending(n, m))
     return windows
 
 
 def max_pool(
-    context: Context, x: Value, kernel_size: Any, stride: Any = None, padding: Any = 0,
+    context: LayerCall, x: Value, kernel_size: Any, stride: Any = None, padding: Any = 0,
     dilation: Any = 1, ceil_mode: bool = False, return_indices: bool = False,
 ) -> Step | None:  # fmt: skip
     """Return the step of ``max_pool1d`` to ``max_pool3d``, without the indices."""
@@ -146,7 +146,7 @@ def max_pool(
 
 
 def avg_pool(
-    context: Context, x: Value, kernel_size: Any, stride: Any = None, padding: Any = 0,
+    context: LayerCall, x: Value, kernel_size: Any, stride: Any = None, padding: Any = 0,
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> Step | None:  # fmt: skip
     """Return the step of ``avg_pool1d`` to ``avg_pool3d``."""
@@ -169,7 +169,7 @@ def avg_pool(
     return context.by_channel(windows, run)
 
 
-def adaptive_pool(context: Context, x: Value, output_size: Any) -> Step | None:
+def adaptive_pool(context: LayerCall, x: Value, output_size: Any) -> Step | None:
     """Return the step of ``adaptive_avg_pool1d`` to ``adaptive_avg_pool3d``."""
     rules = []
     for n, m in zip(context.lengths, context.shape[2:]):
@@ -192,7 +192,7 @@ def adaptive_pool(context: Context, x: Value, output_size: Any) -> Step | None:
 
 
 def interpolate(
-    context: Context, x: Value, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
+    context: LayerCall, x: Value, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
     align_corners: bool | None = None, recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Step | None:  # fmt: skip
@@ -221,7 +221,7 @@ def _ramp(n: int) -> torch.Tensor:
 
 
 def pad(
-    context: Context,
+    context: LayerCall,
     x: Value,
     pad: Sequence[int],
     mode: str = "constant",
@@ -235,7 +235,7 @@ def pad(
     ends = [*reversed(pairs[:axes])]
     ends = [(0, 0)] * (axes - len(ends)) + ends
     if mode == "constant":
-        windows = [Window(1, 1, *pair) for pair in ends]
+        windows = [WindowRule(1, 1, *pair) for pair in ends]
 
         def run(arrays: Sequence[Any], read: Read) -> Any:
             return padded(context.arrays, arrays[0], read.padding, value or 0.0)
@@ -245,7 +245,7 @@ def pad(
     return taken(context, [rows.reshape(-1).long().numpy() for rows in maps])
 
 
-def getitem(context: Context, x: Value, index: Any) -> Step | None:
+def getitem(context: LayerCall, x: Value, index: Any) -> Step | None:
     """Return the step of a slice of data axes that keeps the whole batch and all channels."""
     return sliced(context, index if isinstance(index, tuple) else (index,))
 
@@ -258,7 +258,7 @@ Recipe = Callable[..., "Step | None"]
 LAYERS = convolution, transposed, linear
 
 
-def _cat(context: Context, tensors: Sequence[Value], dim: int = 0) -> Step | None:
+def _cat(context: LayerCall, tensors: Sequence[Value], dim: int = 0) -> Step | None:
     if dim % len(context.shape) != 1:
         return None
 
@@ -268,7 +268,7 @@ def _cat(context: Context, tensors: Sequence[Value], dim: int = 0) -> Step | Non
     return context.step([None] * len(tensors[0].lengths), run, context.shape[1])
 
 
-def _flatten(context: Context, x: Value, start_dim: int = 0, end_dim: int = -1) -> Step | None:
+def _flatten(context: LayerCall, x: Value, start_dim: int = 0, end_dim: int = -1) -> Step | None:
     dims = len(x.lengths) + 1
     if start_dim % dims != 1 or end_dim % dims != dims - 1:
         return None

@@ -17,8 +17,8 @@ from torch.nn import functional
 from collective import CollectiveError, ShapeError, UnsupportedError
 from collective.inner import nested
 from collective.training.splits.blocks import Read, Step, Value
-from collective.training.splits.recipes import Context, row_for_row
-from collective.training.splits.session import Session, names
+from collective.training.splits.recipes import LayerCall, row_for_row
+from collective.training.splits.session import SplitSession, names
 
 from .filters import Watching
 from .recipes import LAYERS, in_place, pointwise, recipe_of
@@ -66,7 +66,7 @@ _BEHIND = {_Property.data.__get__, _Property.grad.__get__}
 _FEATURES = functional.dropout1d, functional.dropout2d, functional.dropout3d
 
 
-class TensorSession(Session):
+class TensorSession(SplitSession):
     """One forward pass of a module whose tensors are cut."""
 
     kind = Cut
@@ -186,7 +186,7 @@ class TensorSession(Session):
         if any(value.lengths != values[0].lengths for value in values):
             return None
         channels = self._meta(cut[0]).shape[1]
-        context = Context(self.arrays, self._executor, function, name, values, channels, shape)
+        context = LayerCall(self.arrays, self._executor, function, name, values, channels, shape)
         plain_args, plain_kwargs = _mapped(_value_of, args, kwargs)
         recipe = recipe_of(function)
         assert recipe is not None
@@ -216,7 +216,7 @@ class TensorSession(Session):
 
         by_channel = function is functional.prelu or function is torch.prelu
         return row_for_row(
-            Context(
+            LayerCall(
                 *(self.arrays, self._executor, function, name),
                 tuple(x.value for x in cut),
                 channels,

@@ -58,7 +58,7 @@ class Status:
         return f"Status(source={self.source})"
 
 
-class Message:
+class PointToPointCall:
     """One call between two ranks.
 
     The native core makes plain calls (:meth:`try_in_c`). The other calls are made in Python, at
@@ -121,7 +121,7 @@ class Message:
         return Work.finished(what, out) if async_op else out
 
 
-class Send(Message):
+class Send(PointToPointCall):
     """See :meth:`Communicator.send`.
 
     Args:
@@ -161,7 +161,7 @@ class Send(Message):
         return _post(path, what, key, run, async_op, near, int(head.words[2]))
 
 
-class Recv(Message):
+class Recv(PointToPointCall):
     """See :meth:`Communicator.recv`.
 
     Args:
@@ -299,7 +299,7 @@ class Recv(Message):
         return result
 
 
-class SendRecv(Message):
+class SendRecv(PointToPointCall):
     """See :meth:`Communicator.sendrecv`."""
 
     def __init__(

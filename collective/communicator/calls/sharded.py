@@ -1,7 +1,7 @@
 """Reductions of virtual shards: ``order=Shards(…)``.
 
 Each rank folds its own shards into the nodes of the tree that it can fold alone. The ranks then
-exchange these nodes and fold the rest of the tree: see :class:`_Exchange`.
+exchange these nodes and fold the rest of the tree: see :class:`_ShardPlan`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from collective.algorithms import costs, pieces
 from collective.algorithms.folds import Folding
-from collective.algorithms.trees import NodeFolds, Span
+from collective.algorithms.trees import Leaves, NodeFolds
 from collective.deadline import Deadline
 from collective.errors import InvalidArgumentError, ShapeError
 from collective.memory import nested
@@ -99,7 +99,7 @@ class ShardedFold(Call):
             op = call.reducer_of(dtype)
             options["order"] = str(self._shards)
             request = Request(self.operation, dtype, shape, op=op, root=call.root, **options)
-            exchange = _Exchange(path.backend, request, self._shards, folded, lengths)
+            exchange = _ShardPlan(path.backend, request, self._shards, folded, lengths)
             plan = exchange if op.function is None else guarded(path, request, exchange)
             planned = path.remember(key, Planned(request, plan, fixed=True))
         return planned
@@ -108,7 +108,7 @@ class ShardedFold(Call):
         """Return the plan of a call on one array, as C runs it: on all shards in one buffer."""
         ((_, planned),) = self._messages
         exchange = planned.plan
-        whole = exchange.whole if isinstance(exchange, _Exchange) else None
+        whole = exchange.whole if isinstance(exchange, _ShardPlan) else None
         return planned if whole is None else Planned(planned.request, whole, fixed=True)
 
     def run(self, deadline: Deadline) -> Any:
@@ -258,7 +258,7 @@ class _Rows(list[Buffer]):
         return sum(row.nbytes for row in self)
 
 
-class _Exchange:
+class _ShardPlan:
     """Plan of a reduction of shards. It takes them as :class:`_Rows`, or in one buffer.
 
     There are three ways:
@@ -296,7 +296,7 @@ class _Exchange:
         self._folding = folding = Folding(request.op, dtype, shards.total)
         every = [shards.nodes_of(rank) for rank in range(size)]
         self._held = [len(spans) for spans in every]
-        spans = every[rank] if folded else [Span(s, s + 1) for s in shards.mine]
+        spans = every[rank] if folded else [Leaves(s, s + 1) for s in shards.mine]
         self._rows = [count] * len(spans)
         self._local = NodeFolds(spans, shards.total, folding, enters=not folded)
         # The nodes arrive in the order of the ranks, which need not be that of their shards.

@@ -29,7 +29,7 @@ from ..agent import RemoteAgent
 from ..agent_line import BEAT_S, Message
 from ..launcher import watch_over
 from ..loop import end_children
-from .reachability import Listener, reached
+from .reachability import ReachableSocket, reached
 
 #: Version of the messages.
 PROTOCOL = 2
@@ -52,7 +52,7 @@ class HostAgent(RemoteAgent):
         super().__init__(incoming, outgoing)
         self._control = control
         self._port = port
-        self._listener: Listener | None = None
+        self._listener: ReachableSocket | None = None
         # By when the ranks must have left, because this host goes down.
         self._leaves: Deadline | None = None
         self._heard = self._said = time.monotonic()
@@ -151,7 +151,7 @@ class HostAgent(RemoteAgent):
         """Listen at the address that the ranks of this host will use."""
         answer: Message = {"kind": "listening", "why": "", "address": "", "interface": ""}
         try:
-            self._listener = Listener(
+            self._listener = ReachableSocket(
                 message["interface"], message["store"], message["token"], message["ports"]
             )
             address = self._listener.address

@@ -18,7 +18,7 @@ from collective.inner import Deadline, HostSlots
 from collective.start.network import interfaces, is_loopback
 
 from ..agent import Host
-from ..agent_line import BEAT_S, AgentLine, Message, Output
+from ..agent_line import BEAT_S, AgentLine, Message, StreamBytes
 from ..loop import Loop
 from .reachability import Pulse
 
@@ -41,7 +41,7 @@ class SignalledError(Exception):
         self.number = number
 
 
-class Site(NamedTuple):
+class SharedPaths(NamedTuple):
     """Properties that all hosts of a run must share.
 
     Attributes:
@@ -71,7 +71,7 @@ class Machine(Host):
     pulse: Pulse
     _loop: Loop | None = None
 
-    def __init__(self, host: HostSlots, site: Site) -> None:
+    def __init__(self, host: HostSlots, site: SharedPaths) -> None:
         super().__init__(host.name, host.slots, "", local=is_this_host(host.name))
         self.hello: Message = {}
         self.address = self.interface = ""
@@ -101,23 +101,23 @@ class Machine(Host):
         self.pulse = Pulse()
         self._complaints = b""
 
-    def attend(self, loop: Loop, heard: Callable[[Message | Output], object]) -> None:
+    def attend(self, loop: Loop, heard: Callable[[Message | StreamBytes], object]) -> None:
         self.pulse.hear()  # nobody has listened between two attempts
         self.listen(loop, heard)
         loop.watch(self.errors, partial(self._complain, heard))
 
-    def listen(self, loop: Loop, heard: Callable[[Message | Output], object]) -> None:
+    def listen(self, loop: Loop, heard: Callable[[Message | StreamBytes], object]) -> None:
         """Pass on what the agent reports, and keep for errors what ssh writes."""
         self._loop = loop
         loop.watch(self.line.incoming, partial(self._hear, heard), is_source=True)
 
-    def _hear(self, heard: Callable[[Message | Output], object]) -> None:
+    def _hear(self, heard: Callable[[Message | StreamBytes], object]) -> None:
         for frame in self.receive():
             heard(frame)
         if self.lost:
             heard({"kind": "lost"})
 
-    def _complain(self, heard: Callable[[Message | Output], object]) -> None:
+    def _complain(self, heard: Callable[[Message | StreamBytes], object]) -> None:
         """Report what ssh or the agent has written to standard error."""
         if self.lost:
             return
@@ -127,7 +127,7 @@ class Machine(Host):
         for line in data.decode(errors="surrogateescape").splitlines():
             heard({"kind": "complaint", "text": line})
 
-    def post(self, frame: Message | Output) -> None:
+    def post(self, frame: Message | StreamBytes) -> None:
         self.line.post(frame)
 
     def beat(self) -> None:
@@ -137,7 +137,7 @@ class Machine(Host):
         else:
             self.line.post({"kind": "beat"})
 
-    def receive(self) -> list[Message | Output]:
+    def receive(self) -> list[Message | StreamBytes]:
         """Return the frames that have come; note in :attr:`lost` if the connection has ended."""
         if self.lost:
             return []  # by now the descriptor may be another one, such as that of a rank's link
@@ -230,7 +230,7 @@ class Cluster:
         deadline, beat = Deadline(seconds), Deadline(0.0)
         loop = Loop()
 
-        def note(machine: Machine, answer: Message | Output) -> None:
+        def note(machine: Machine, answer: Message | StreamBytes) -> None:
             if isinstance(answer, dict) and answer.get("kind") == kind:
                 answers[machine] = answer
 

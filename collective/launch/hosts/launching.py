@@ -36,10 +36,10 @@ from collective.start.tcp_store import StoreServer
 from ..agent import Host
 from ..agent_line import Message
 from ..launcher import run_attempts, watch_over
-from ..supervisor import Meeting, Place, Supervisor, bind
+from ..supervisor import MeetingStore, Place, Supervisor, bind
 from ..variables import Run, inherited, python_path, shared_variables
 from .agent import PROTOCOL
-from .cluster import Cluster, Machine, SignalledError, Site, is_this_host
+from .cluster import Cluster, Machine, SharedPaths, SignalledError, is_this_host
 
 # How long a host may take until its agent answers: ssh, the shell, and the imports of Python.
 _START_S = 30.0
@@ -69,7 +69,7 @@ def launch_on_hosts(
     Returns:
         As :func:`collective.launch.launch`; 2 if a host cannot be used.
     """
-    site = Site(os.getcwd(), script, sys.executable, python_path(), shlex.split(ssh))
+    site = SharedPaths(os.getcwd(), script, sys.executable, python_path(), shlex.split(ssh))
 
     def supervise(control: int) -> int:
         try:
@@ -99,15 +99,12 @@ def _attempt(run: Run, cluster: Cluster, number: int, control: int) -> Iterator[
     with StoreServer(host, secret, tls, config.port) as server:
         if number == 0:
             _check_reachability(cluster, server.endpoint, config)
-        shared.update(
-            COLLECTIVE_STORE=f"tcp://{server.endpoint}",
-            MASTER_ADDR=first.address,
-        )
+        shared.update(COLLECTIVE_STORE=f"tcp://{server.endpoint}", MASTER_ADDR=first.address)
         environments = run.environments(
             {**inherited(os.environ), **shared}, [place.seat() for place in places]
         )
         numbers = [machines.index(place.host) for place in places]
-        meeting = Meeting(seal(server.store(), secret), numbers, run.least, server.announce)
+        meeting = MeetingStore(seal(server.store(), secret), numbers, run.least, server.announce)
         yield Supervisor(control, run, environments, meeting, machines, places)
 
 
@@ -132,7 +129,7 @@ def _places(machines: Sequence[Machine], size: int) -> list[Place]:
 
 @contextlib.contextmanager
 def connected(
-    hosts: Sequence[HostSlots], spares: Sequence[HostSlots], site: Site, control: int
+    hosts: Sequence[HostSlots], spares: Sequence[HostSlots], site: SharedPaths, control: int
 ) -> Iterator[Cluster]:
     """Connect to all hosts, and check that they have the same versions and files.
 
@@ -213,6 +210,16 @@ def _check_reachability(cluster: Cluster, store: Endpoint, config: Config) -> No
         ConfigError: a host has no such interface.
     """
     tokens = {machine: secrets.token_hex(8) for machine in cluster.machines}
+    ports = _listen(cluster, store, config, tokens)
+    if len(cluster.machines) > 1:
+        _refuse_loopback(cluster.machines)
+        _probe(cluster, store, ports, tokens)
+
+
+def _listen(
+    cluster: Cluster, store: Endpoint, config: Config, tokens: Mapping[Machine, str]
+) -> dict[Machine, int]:
+    """Have each host listen at the address that its ranks will use; return the ports."""
     listening = cluster.ask(
         "listening",
         lambda machine: {
@@ -231,9 +238,11 @@ def _check_reachability(cluster: Cluster, store: Endpoint, config: Config) -> No
         machine.address, machine.interface = answer["address"], answer["interface"]
         if not machine.local:
             machine.pulse.place = machine.address, answer["port"]
-    if len(cluster.machines) == 1:
-        return
-    only_here = [m for m in cluster.machines if is_loopback(m.address)]
+    return {machine: answer["port"] for machine, answer in listening.items()}
+
+
+def _refuse_loopback(machines: Sequence[Machine]) -> None:
+    only_here = [m for m in machines if is_loopback(m.address)]
     if only_here:
         listed = ", ".join(f"{m.name} ({m.interface or 'lo'}, {m.address})" for m in only_here)
         raise RendezvousError(
@@ -243,9 +252,15 @@ def _check_reachability(cluster: Cluster, store: Endpoint, config: Config) -> No
             "its own or the host's (hostNetwork), with a name that resolves to it."
         )
 
+
+def _probe(
+    cluster: Cluster, store: Endpoint, ports: Mapping[Machine, int], tokens: Mapping[Machine, str]
+) -> None:
+    """Have each host connect to all others and to the store."""
+
     def probe(machine: Machine) -> Message:
         peers: list[list[Any]] = [
-            [peer.name, peer.address, listening[peer]["port"], tokens[peer]]
+            [peer.name, peer.address, ports[peer], tokens[peer]]
             for peer in cluster.machines
             if peer is not machine
         ]
@@ -330,7 +345,7 @@ def check_hosts(hosts: Sequence[HostSlots], ssh: Sequence[str]) -> list[dict[str
         ConfigError, RendezvousError: a run could not start; the text names hosts and remedy.
     """
     config = load({})
-    site = Site(os.getcwd(), "", sys.executable, python_path(), ssh)
+    site = SharedPaths(os.getcwd(), "", sys.executable, python_path(), ssh)
     control, handle = os.pipe()  # no signal ever arrives here: Ctrl-C raises
     try:
         with connected(hosts, (), site, control) as cluster:

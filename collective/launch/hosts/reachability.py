@@ -36,7 +36,7 @@ _SILENCE_S = 10.0
 _DOUBT_S, _CUT_OFF_S, _KNOCKS = 2 * BEAT_S, 5 * BEAT_S, 3
 
 
-class Listener:
+class ReachableSocket:
     """Listening socket at this host's address, which sends a token to all who connect.
 
     The token shows that a connection has reached this host, and not another one with the same

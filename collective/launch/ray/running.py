@@ -86,7 +86,7 @@ def run(
                 "raise start_timeout."
             )
         scheduling = importlib.import_module("ray.util.scheduling_strategies")
-        kind = ray.remote(_Rank)
+        kind = ray.remote(_RankActor)
         for rank in range(size):
             place = scheduling.PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=rank
@@ -115,7 +115,7 @@ def run(
             forget(name, ends=True)
 
 
-class _Rank:
+class _RankActor:
     """Actor that is one rank."""
 
     def __init__(self, rank: int, size: int, name: str) -> None:

@@ -145,9 +145,9 @@ def compare(
     sides = [side for contestant in arena.contestants for side in contestant.sides(arrays)]
     ranks = {contestant.name: contestant.ranks for contestant in arena.contestants}
     lacking = _lacking(task, [ranks[side.contestant] for side in sides])
-    playing: list[_Turns] = []
+    playing: list[_SideTurns] = []
     for side in sides:
-        one = _Turns(arena, side, task, ranks[side.contestant])
+        one = _SideTurns(arena, side, task, ranks[side.contestant])
         reason = lacking or one.run(one.prepare)
         if one.broken:
             yield one.gap(one.broken.brief, failed=True)
@@ -188,7 +188,7 @@ def _lacking(task: Task, ranks: Sequence[int]) -> str:
     )
 
 
-class _Turns:
+class _SideTurns:
     """The turns of one side at one task.
 
     Args:

@@ -34,7 +34,7 @@ _BLOCK = 1 << 18
 
 
 @dataclass(frozen=True)
-class Operation:
+class Workload:
     """Operation to measure.
 
     Attributes:
@@ -83,33 +83,31 @@ def _of_peer(value: Sample, i: Array, rank: int, n: int, part: int) -> Array | N
     return value(rank ^ 1, i) if rank ^ 1 < n else None
 
 
-ALL: dict[str, Operation] = {
-    "all_reduce": Operation("whole", None, _twice, lambda v, i, r, n, p: _sum(v, i, n)),
-    "broadcast": Operation("whole", None, _one, lambda v, i, r, n, p: v(0, i)),
-    "reduce": Operation(
-        "whole", "whole", _one, lambda v, i, r, n, p: _sum(v, i, n), y_at_root=True
-    ),
-    "scatter": Operation(
+ALL: dict[str, Workload] = {
+    "all_reduce": Workload("whole", None, _twice, lambda v, i, r, n, p: _sum(v, i, n)),
+    "broadcast": Workload("whole", None, _one, lambda v, i, r, n, p: v(0, i)),
+    "reduce": Workload("whole", "whole", _one, lambda v, i, r, n, p: _sum(v, i, n), y_at_root=True),
+    "scatter": Workload(
         "whole", "part", _others, lambda v, i, r, n, p: v(0, r * p + i), x_at_root=True, cut=True
     ),
-    "gather": Operation(
+    "gather": Workload(
         "part", "whole", _others, lambda v, i, r, n, p: v(i // p, i % p), y_at_root=True, cut=True
     ),
-    "all_gather": Operation(
+    "all_gather": Workload(
         "part", "whole", _others, lambda v, i, r, n, p: v(i // p, i % p), cut=True
     ),
-    "reduce_scatter": Operation(
+    "reduce_scatter": Workload(
         "whole", "part", _others, lambda v, i, r, n, p: _sum(v, r * p + i, n), cut=True
     ),
-    "all_to_all": Operation(
+    "all_to_all": Workload(
         "whole", "whole", _others, lambda v, i, r, n, p: v(i // p, r * p + i % p), cut=True
     ),
-    "scan": Operation("whole", "whole", _one, lambda v, i, r, n, p: _sum(v, i, r + 1)),
-    "send_recv": Operation("whole", "whole", _one, _of_peer, share=0.5),
-    "sendrecv": Operation("whole", "whole", _one, lambda v, i, r, n, p: v((r - 1) % n, i)),
-    "barrier": Operation(None, None, _one, lambda v, i, r, n, p: None),
+    "scan": Workload("whole", "whole", _one, lambda v, i, r, n, p: _sum(v, i, r + 1)),
+    "send_recv": Workload("whole", "whole", _one, _of_peer, share=0.5),
+    "sendrecv": Workload("whole", "whole", _one, lambda v, i, r, n, p: v((r - 1) % n, i)),
+    "barrier": Workload(None, None, _one, lambda v, i, r, n, p: None),
     # No communication: the speed of memory when all ranks use it at the same time.
-    "copy": Operation("whole", "whole", _one, lambda v, i, r, n, p: v(r, i)),
+    "copy": Workload("whole", "whole", _one, lambda v, i, r, n, p: v(r, i)),
 }
 OPERATIONS = tuple(name for name in ALL if name != "copy")
 

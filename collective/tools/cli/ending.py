@@ -19,7 +19,7 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _FULL = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
-class Ended(KeyboardInterrupt):
+class EndedBySignal(KeyboardInterrupt):
     """A signal asked this process to end. Handlers of ``KeyboardInterrupt`` catch it, too.
 
     Attributes:
@@ -32,7 +32,7 @@ class Ended(KeyboardInterrupt):
 
 
 def raise_on_signals() -> None:
-    """Raise :class:`Ended` in the main thread at the first SIGTERM or SIGHUP.
+    """Raise :class:`EndedBySignal` in the main thread at the first SIGTERM or SIGHUP.
 
     Further signals are ignored, so that the clean-up of the first one can finish. A signal that
     was ignored before, as under nohup, stays ignored.
@@ -41,7 +41,7 @@ def raise_on_signals() -> None:
     def end(number: int, _: object) -> NoReturn:
         for handled in heeded:
             signal.signal(handled, signal.SIG_IGN)
-        raise Ended(number)
+        raise EndedBySignal(number)
 
     heeded = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
     for number in heeded:

@@ -16,7 +16,7 @@ from typing import NoReturn
 from collective import CollectiveError, __version__
 
 from . import bench, config, doctor, parity, profile, run, tour
-from .ending import Ended, explain, have_descriptors, raise_on_signals
+from .ending import EndedBySignal, explain, have_descriptors, raise_on_signals
 
 #: Modules with ``add_parser(subparsers)``, which sets ``execute``: options -> exit code.
 _COMMANDS = (bench, config, doctor, parity, profile, run, tour)
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except CollectiveError as error:
         return _refuse(str(error))
-    except Ended as end:
+    except EndedBySignal as end:
         return 128 + end.number
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from collective import InvalidArgumentError
 from collective.launch import restart_with
 from collective.tools.show import (
-    Output,
+    Console,
     Progress,
     check_file,
     check_known,
@@ -98,7 +98,7 @@ def execute(options: argparse.Namespace) -> int:
     observer = Observer()
     report = _run(options)
     data = report.as_data(observer.machine())
-    show(Output(), data)
+    show(Console(), data)
     well = written("--json", options.json, lambda path: write(path, data))
     return int(report.failed) or 2 * (not well)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from collective import ConfigError
 from collective.inner import settings
-from collective.tools.show import Output, check_directory, check_file, width, write, written
+from collective.tools.show import Console, check_directory, check_file, width, write, written
 
-from .ending import Ended
+from .ending import EndedBySignal
 from .run import absent_script, add_program, add_ranks, program_of, refuse_transports, say_size
 
 # Width of the report if the output is not a terminal.
@@ -96,7 +96,7 @@ def _run(options: argparse.Namespace, program: list[str], directory: Path) -> in
     while True:
         try:
             code = launcher.wait()
-        except Ended as end:  # the launcher has not got this signal
+        except EndedBySignal as end:  # the launcher has not got this signal
             launcher.send_signal(end.number)
             continue
         except KeyboardInterrupt:  # the launcher got the interrupt, too, and ends its ranks
@@ -116,7 +116,7 @@ def _report(options: argparse.Namespace, directory: Path, code: int) -> int:
             print(f"collective profile: {error}", file=sys.stderr)
         return code or 2
     found = profile(traces)
-    out = Output(_WIDTH)
+    out = Console(_WIDTH)
     out.quote("─" * width(_WIDTH))
     show(out, found)
     if code:

@@ -196,7 +196,7 @@ def execute(options: argparse.Namespace) -> int:
     return launch(run, mpi=chosen.mpi)
 
 
-class _Chosen(NamedTuple):
+class _RunChoices(NamedTuple):
     """Choices of the options and the settings.
 
     Attributes:
@@ -214,7 +214,7 @@ class _Chosen(NamedTuple):
     mpi: bool
 
 
-def _chosen(options: argparse.Namespace) -> _Chosen:
+def _chosen(options: argparse.Namespace) -> _RunChoices:
     """Check the settings, once here and not once in every rank.
 
     Raises:
@@ -239,7 +239,7 @@ def _chosen(options: argparse.Namespace) -> _Chosen:
     named = str(found["backend"].value) if "backend" in found else ""
     on_host = keys.by_device(named).get("cpu", named)
     mpi = "mpi" in (on_host, found["across"].value if "across" in found else "")
-    return _Chosen(found, variables, min_ranks, on_host, mpi)
+    return _RunChoices(found, variables, min_ranks, on_host, mpi)
 
 
 def _run_threads(run: Run, is_program: bool) -> int:
@@ -275,7 +275,7 @@ def absent_script(options: argparse.Namespace, program: Sequence[str]) -> str:
     return ""
 
 
-def _misuse(options: argparse.Namespace, chosen: _Chosen) -> str:
+def _misuse(options: argparse.Namespace, chosen: _RunChoices) -> str:
     """Return which options contradict each other, with the remedy; "" if none do."""
     found, _, min_ranks, on_host, mpi = chosen
     if min_ranks > options.n:
@@ -352,7 +352,7 @@ def _misuse_of_hosts(
     return ""
 
 
-def _misuse_on_hosts(chosen: _Chosen) -> str:
+def _misuse_on_hosts(chosen: _RunChoices) -> str:
     """Return why a transport cannot be used with --hosts, with the remedy; "" if it can."""
     if chosen.mpi:
         return (

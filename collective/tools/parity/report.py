@@ -14,7 +14,7 @@ import numpy as np
 import collective
 from collective.inner import BY_NAME
 from collective.tools.bench.machine import headline
-from collective.tools.show import Output
+from collective.tools.show import Console
 
 from .cases import OPERATIONS, REDUCTIONS
 from .runner import CaseResult, Comparison
@@ -151,7 +151,7 @@ def cell(data: Mapping[str, Any], **wanted: Any) -> Cell | None:
     return Cell(passed, unsupported, failed, *of_worst)
 
 
-def show(out: Output, data: Mapping[str, Any]) -> None:
+def show(out: Console, data: Mapping[str, Any]) -> None:
     """Print the tables and the failures.
 
     Args:
@@ -179,7 +179,7 @@ def show(out: Output, data: Mapping[str, Any]) -> None:
     out.say(f"collective {data['collective']}, {versions}; {headline(data['machine'])}")
 
 
-def _show_matrix(out: Output, data: Mapping[str, Any]) -> None:
+def _show_matrix(out: Console, data: Mapping[str, Any]) -> None:
     for transport in (each["name"] for each in data["transports"]):
         frameworks = {row["framework"] for row in data["results"] if row["transport"] == transport}
         if not frameworks:
@@ -207,7 +207,7 @@ def _shown(found: Cell | None) -> str:
     return " ".join(filter(None, parts))
 
 
-def _show_errors(out: Output, data: Mapping[str, Any]) -> None:
+def _show_errors(out: Console, data: Mapping[str, Any]) -> None:
     """Print the largest errors of rounded results by op, dtype and number of ranks."""
     dtypes = list(BY_NAME)
     rounding = {(row["op"], row["dtype"]) for row in data["results"] if row["bound_ulp"]}
@@ -222,7 +222,7 @@ def _show_errors(out: Output, data: Mapping[str, Any]) -> None:
         out.table(title, ["op, dtype", *ranks], rows)
 
 
-def _show_training(out: Output, found: Sequence[Mapping[str, Any]]) -> None:
+def _show_training(out: Console, found: Sequence[Mapping[str, Any]]) -> None:
     rows = []
     for each in found:
         difference = each["difference"]
@@ -234,7 +234,7 @@ def _show_training(out: Output, found: Sequence[Mapping[str, Any]]) -> None:
         out.table("Training", header, rows)
 
 
-def _show_missing(out: Output, data: Mapping[str, Any]) -> None:
+def _show_missing(out: Console, data: Mapping[str, Any]) -> None:
     for kind in ("transports", "frameworks"):
         for each in data[kind]:
             if not each["available"]:

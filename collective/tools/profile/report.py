@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from collective.tools.show import Output, rate_name, size_name, time_name
+from collective.tools.show import Console, rate_name, size_name, time_name
 
 from .measure import OperationCost, Payoff, Profile, StepTimes, judge
 
@@ -26,7 +26,7 @@ def as_json(found: Profile) -> dict[str, Any]:
     return plain
 
 
-def show(out: Output, found: Profile) -> None:
+def show(out: Console, found: Profile) -> None:
     """Print the profile and the verdict."""
     out.say(f"{found.ranks} rank(s) over {found.about['backend']}, {found.seconds:.2f} s traced")
     if found.operations:
@@ -42,7 +42,7 @@ def show(out: Output, found: Profile) -> None:
     _show_steps(out, found.steps, judge(found.steps, found.ranks))
 
 
-def _show_operations(out: Output, operations: Iterable[OperationCost]) -> None:
+def _show_operations(out: Console, operations: Iterable[OperationCost]) -> None:
     header = ["operation", "calls", "bytes", "time", "mean", "waiting", "algbw", "busbw"]
     rows = []
     for one in operations:
@@ -98,7 +98,7 @@ def _notes(found: Profile) -> Iterable[str]:
         )
 
 
-def _show_steps(out: Output, steps: StepTimes, verdict: Payoff) -> None:
+def _show_steps(out: Console, steps: StepTimes, verdict: Payoff) -> None:
     spread = ""
     if len(steps.comp_by_rank) > 1:
         spread = f" ({time_name(min(steps.comp_by_rank))} to {time_name(max(steps.comp_by_rank))})"

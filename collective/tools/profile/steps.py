@@ -47,7 +47,7 @@ class Steps(NamedTuple):
     ends: list[Vector]
 
 
-class _Loop(NamedTuple):
+class _RepeatedCalls(NamedTuple):
     """Part of the sequence of calls that is repeated without other calls between.
 
     Attributes:
@@ -116,7 +116,7 @@ def _numbered(values: Sequence[tuple[Any, ...]]) -> Vector:
     return np.array([numbers[value] for value in values], int)
 
 
-def _loops(symbols: Vector) -> Iterator[_Loop]:
+def _loops(symbols: Vector) -> Iterator[_RepeatedCalls]:
     """Yield the loops with enough repetitions and calls, the shortest first."""
     if not len(symbols):
         return
@@ -125,10 +125,10 @@ def _loops(symbols: Vector) -> Iterator[_Loop]:
     runs = symbols[first]
     for period in range(1, max(1, min(_LONGEST, len(runs) // _FEWEST)) + 1):
         # The same calls in the same loop are the same loop, wherever the trace enters it.
-        loops: dict[tuple[int, ...], _Loop] = {}
+        loops: dict[tuple[int, ...], _RepeatedCalls] = {}
         for start, ends in _visits(runs, first, last, period):
             block = runs[start : start + period].tolist()
-            loop = loops.setdefault(tuple(sorted(block)), _Loop(block, []))
+            loop = loops.setdefault(tuple(sorted(block)), _RepeatedCalls(block, []))
             loop.visits.append((int(first[start]), ends))
         for loop in loops.values():
             if loop.repetitions >= _FEWEST and loop.calls >= _PART * len(symbols):
@@ -148,7 +148,7 @@ def _visits(runs: Vector, first: Vector, last: Vector, period: int) -> Iterator[
             yield start, last[start + period - 1 : end + period : period]
 
 
-def _main(loops: Sequence[_Loop], calls: Sequence[Slice]) -> _Loop:
+def _main(loops: Sequence[_RepeatedCalls], calls: Sequence[Slice]) -> _RepeatedCalls:
     """Return the loop whose repetitions are the steps.
 
     It fills at least half of the time of the loop that fills most. Of several, that is the
@@ -165,7 +165,7 @@ def _main(loops: Sequence[_Loop], calls: Sequence[Slice]) -> _Loop:
     return next(entered, loops[int(np.argmax(seconds))])
 
 
-def _bursts(loop: _Loop, calls: Sequence[Slice]) -> tuple[list[tuple[int, Vector]], int]:
+def _bursts(loop: _RepeatedCalls, calls: Sequence[Slice]) -> tuple[list[tuple[int, Vector]], int]:
     """Return the visits of a loop of one call, by bursts of calls if the calls come in bursts.
 
     Equal buckets, one after the other, look like steps except for the time between them.

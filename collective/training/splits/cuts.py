@@ -26,7 +26,7 @@ from .filters import Filters
 from .layered import BlockGrid, Executor, OverRanks, check_axes
 from .report import Computation, MemoryReport, Verification
 from .serial import InTurn
-from .session import Session
+from .session import SplitSession
 
 # Values of the options that need ranks; the first value is the default.
 _CHOICES = {
@@ -147,7 +147,7 @@ class Framework(NamedTuple):
     """
 
     arrays: type[Arrays]
-    session: type[Session]
+    session: type[SplitSession]
     filters: Callable[[Communicator, Any], Filters]
     parameters: Callable[[Any], Iterator[Any]]
     state: Callable[[Any, Filters | None], list[StateEntry]]

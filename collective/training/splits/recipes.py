@@ -19,13 +19,13 @@ from .arrays import Arrays
 from .blocks import Read, Run, Step, Value
 from .layered import Executor
 from .serial import CHANNELS, dimension
-from .windows import Rule, Taken, Window, data_slices
+from .windows import Rule, Taken, WindowRule, data_slices
 
 EVERY = slice(None)
 
 
 @dataclass(frozen=True)
-class Context:
+class LayerCall:
     """One call for which a step is made.
 
     Attributes:
@@ -105,7 +105,7 @@ def guarded(arrays: Arrays, run: Run, channels: int | None = None, used: slice =
     return run_guarded
 
 
-def check_windows(context: Context, rules: Sequence[Rule | None]) -> None:
+def check_windows(context: LayerCall, rules: Sequence[Rule | None]) -> None:
     """Check that an input has room for a window.
 
     Args:
@@ -137,7 +137,7 @@ def padded(arrays: Arrays, x: Any, padding: Sequence[tuple[int, int]], fill: flo
 # -- functions whose rows each depend on single rows -----------------------------------------
 
 
-def taken(context: Context, maps: Sequence[Any]) -> Step:
+def taken(context: LayerCall, maps: Sequence[Any]) -> Step:
     """Return the step that takes, along each data axis, the rows with the numbers in ``maps``."""
 
     def run(inputs: Sequence[Any], read: Read) -> Any:
@@ -149,7 +149,7 @@ def taken(context: Context, maps: Sequence[Any]) -> Step:
     return context.by_channel([Taken.of(numbers.tolist()) for numbers in maps], run)
 
 
-def sliced(context: Context, index: Sequence[Any]) -> Step | None:
+def sliced(context: LayerCall, index: Sequence[Any]) -> Step | None:
     """Return the step of slices of the data axes; None if they cut the batch or the channels."""
     slices = data_slices(index, len(context.lengths) + 2)
     if slices is None:
@@ -157,7 +157,7 @@ def sliced(context: Context, index: Sequence[Any]) -> Step | None:
     return taken(context, [np.arange(n)[cut] for n, cut in zip(context.lengths, slices)])
 
 
-def resized(context: Context, ats: Sequence[Any], linear: bool) -> Step:
+def resized(context: LayerCall, ats: Sequence[Any], linear: bool) -> Step:
     """Return the step that resizes the data axes.
 
     Args:
@@ -190,7 +190,7 @@ def resized(context: Context, ats: Sequence[Any], linear: bool) -> Step:
 
 
 def scaled(
-    context: Context, y: Any, windows: Sequence[Window], read: Read,
+    context: LayerCall, y: Any, windows: Sequence[WindowRule], read: Read,
     count: Callable[[int, range], float],
 ) -> Any:  # fmt: skip
     """Multiply each row of a pooling's result by the factor of its window.
@@ -209,7 +209,7 @@ def scaled(
 
 
 def row_for_row(
-    context: Context,
+    context: LayerCall,
     leaves: Sequence[Any],
     dims: int,
     call: Callable[[list[Any]], Any],

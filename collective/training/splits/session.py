@@ -38,7 +38,7 @@ class _LayerNames(threading.local):
 names = _LayerNames()
 
 
-class Session(ABC):
+class SplitSession(ABC):
     """One forward pass of a model whose arrays are cut.
 
     Args:

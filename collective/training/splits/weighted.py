@@ -13,13 +13,13 @@ from collective.errors import ShapeError
 from .arrays import Arrays
 from .blocks import Read, Run, Step
 from .filters import ALONG, COLUMNS, ROWS
-from .recipes import Context, check_windows, guarded, padded
+from .recipes import LayerCall, check_windows, guarded, padded
 from .serial import dimension, select_rows
-from .windows import Rule, Transposed, Window
+from .windows import Rule, Transposed, WindowRule
 
 
 def layer(
-    context: Context,
+    context: LayerCall,
     rules: Sequence[Rule | None],
     function: Callable[..., Any],
     weight: Any,
@@ -98,7 +98,7 @@ def layer(
     return context.step(rules, run_of(groups, channels, whole), channels, uses=uses, **options)
 
 
-def _check_input(context: Context, weight: Sequence[int], channels: int) -> None:
+def _check_input(context: LayerCall, weight: Sequence[int], channels: int) -> None:
     """Check that an input has the channels and the number of data axes that the weights need.
 
     Raises:
@@ -123,7 +123,7 @@ def biased(y: Any, *bias: Any) -> Any:
 
 
 def convolved(
-    arrays: Arrays, x: Any, windows: Sequence[Window], read: Read,
+    arrays: Arrays, x: Any, windows: Sequence[WindowRule], read: Read,
     function: Callable[[Any, tuple[int, ...]], Any],
 ) -> Any:  # fmt: skip
     """Return a block of a convolution whose function pads both ends of an axis equally.

@@ -33,7 +33,7 @@ class Rule(Protocol):
         """
 
 
-class Window(NamedTuple):
+class WindowRule(NamedTuple):
     """Rule of a convolution, correlation or pooling; with kernel 1, of padding and cropping.
 
     Output row ``i`` reads the input rows ``i * stride - before + dilation * j`` for ``j`` below
@@ -57,11 +57,11 @@ class Window(NamedTuple):
         """Number of rows from the first row that a window reads to its last, inclusive."""
         return self.dilation * (self.kernel - 1) + 1
 
-    def ending(self, n: int, rows: int) -> Window:
+    def ending(self, n: int, rows: int) -> WindowRule:
         """Return a copy padded behind ``n`` rows of input so that the output has ``rows`` rows."""
         return self._replace(after=(rows - 1) * self.stride + self.reach - n - self.before)
 
-    def covering(self, n: int) -> Window:
+    def covering(self, n: int) -> WindowRule:
         """Return a copy whose windows read all ``n`` rows; the last may reach beyond the end."""
         beyond = n + self.before + self.after - self.reach
         return self.ending(n, max(0, -(-beyond // self.stride) + 1))
@@ -79,7 +79,7 @@ class Window(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """Rule of a transposed convolution: the adjoint of a :class:`Window` with the same numbers.
+    """Rule of a transposed convolution: the adjoint of a :class:`WindowRule` with the same numbers.
 
     Input row ``i`` writes the output rows ``i * stride - before + dilation * j`` for ``j`` below
     ``kernel``.

@@ -21,7 +21,7 @@ from collective import native
 from collective.backends.shm import ShmBackend
 from collective.backends.shm.control import BROKEN, Control
 from collective.backends.shm.layout import LINE, Layout
-from collective.backends.shm.memory import Heap, _Part
+from collective.backends.shm.memory import Heap, _SymmetricSegment
 from collective.backends.shm.segment import Segment
 from collective.backends.threads import ThreadsBackend
 from collective.communicator import Communicator
@@ -151,7 +151,7 @@ def test_damaged_description_of_a_wait_leaves_the_timeout_as_it_is(
 @pytest.mark.parametrize("offset", [*GARBAGE, 4096 - 8, 4])
 def test_offset_outside_symmetric_memory_is_refused(control: Control, offset: int) -> None:
     heap, root = Heap(control), np.zeros(2 * 4096, np.uint8)
-    heap._know(_Part(1, root, 0, 4096), root)
+    heap._know(_SymmetricSegment(1, root, 0, 4096), root)
     with pytest.raises(BackendError, match="rank 1's words in shared memory are damaged: 16 bytes"):
         heap.view(1, 1, offset, np.dtype(np.float64), 2)
 

@@ -18,7 +18,7 @@ from collective.backends.matching import Exchange
 from collective.backends.shm.control import Control
 from collective.backends.shm.layout import Layout
 from collective.backends.shm.messages import RingMessages
-from collective.backends.shm.ring import Prefix
+from collective.backends.shm.ring import RingPrefix
 from collective.backends.shm.segment import Segment
 from collective.contract.backend import ANY_SOURCE
 from collective.errors import BackendError, CommunicatorAbortedError
@@ -151,7 +151,7 @@ def test_full_ring_accepts_and_loses_nothing(pair):
     writing = pair.sender.write(data)
     assert next(writing, "over") is None
     assert pair.sender.filled() == capacity
-    assert next(pair.sender.put(Prefix(0, 0, 0)), "over") is None
+    assert next(pair.sender.put(RingPrefix(0, 0, 0)), "over") is None
     start, rest = np.empty(16, np.uint8), np.empty(data.size - 16, np.uint8)
     assert next(pair.receiver.read(start), "over") == "over"
     assert next(writing, "over") is None
@@ -279,12 +279,12 @@ def test_receives_of_two_threads_are_not_mixed_up(pair):
 _MEMORY = np.zeros(64, np.uint8)
 _ADDRESS = _MEMORY.ctypes.data
 DAMAGED = {
-    "negative length": Prefix(-1, 0, 0),
-    "negative length of another tag": Prefix(-8, 1, 0),
-    "length of another tag above all memory": Prefix(1 << 60, 1, 0),
-    "shorter than the output": Prefix(8, 0, 0),
-    "longer than the output": Prefix(24, 0, 0),
-    "longer in the sender's memory": Prefix(24, 0, _ADDRESS),
+    "negative length": RingPrefix(-1, 0, 0),
+    "negative length of another tag": RingPrefix(-8, 1, 0),
+    "length of another tag above all memory": RingPrefix(1 << 60, 1, 0),
+    "shorter than the output": RingPrefix(8, 0, 0),
+    "longer than the output": RingPrefix(24, 0, 0),
+    "longer in the sender's memory": RingPrefix(24, 0, _ADDRESS),
 }
 
 
@@ -308,7 +308,7 @@ def test_kept_message_of_wrong_length_breaks_communicator(pair):
 def test_ring_above_capacity_breaks_communicator(pair, after):
     receive = pair.receive(16)
     if after:
-        assert list(pair.sender.put(Prefix(16, 0, 0))) == []
+        assert list(pair.sender.put(RingPrefix(16, 0, 0))) == []
         assert not receive.advance()
     pair.sender._counts[0] = after + pair.sender.capacity + 8
     with pytest.raises(BackendError, match="bytes in a ring of"):

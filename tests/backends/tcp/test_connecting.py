@@ -16,7 +16,7 @@ import pytest
 
 from collective.backends.peers.monitored import Pairing
 from collective.backends.tcp.connecting import Connection, connect_all
-from collective.backends.tcp.stream import Stream
+from collective.backends.tcp.stream import TcpStream
 from collective.contract.failure import Failure
 from collective.contract.world import World
 from collective.control.link import Challenge, KeyDiffersError, Link, ProofError, connect
@@ -300,13 +300,13 @@ def test_bytes_behind_the_welcome_belong_to_the_first_message() -> None:
     def refuse(what: str) -> Any:
         raise AssertionError(what)
 
-    sender = Stream(far, b"", refuse)
+    sender = TcpStream(far, b"", refuse)
     content = np.arange(100, dtype=np.uint8)
     assert list(sender.write(content, 7)) == []
     wire = near.recv(1000)
     with near, far:
         for cut in (0, 1, 23, 24, 25, 124):
-            receiver = Stream(near, wire[:cut], refuse)
+            receiver = TcpStream(near, wire[:cut], refuse)
             far.sendall(wire[cut:])
             prefix = receiver.prefix()
             assert prefix is not None

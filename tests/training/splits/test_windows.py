@@ -10,7 +10,7 @@ import pytest
 from collective.training.splits.windows import (
     Taken,
     Transposed,
-    Window,
+    WindowRule,
     clip,
     exchange,
     overlap,
@@ -20,11 +20,11 @@ from collective.training.splits.windows import (
 pytestmark = pytest.mark.quick
 
 
-def _windows(seed: int, count: int) -> list[tuple[Window, int]]:
+def _windows(seed: int, count: int) -> list[tuple[WindowRule, int]]:
     chance = random.Random(seed)
     cases = []
     while len(cases) < count:
-        window = Window(
+        window = WindowRule(
             kernel=chance.randint(1, 6),
             stride=chance.randint(1, 4),
             before=chance.randint(-2, 7),
@@ -37,7 +37,7 @@ def _windows(seed: int, count: int) -> list[tuple[Window, int]]:
     return cases
 
 
-def _correlate(x: np.ndarray, weights: np.ndarray, window: Window) -> np.ndarray:
+def _correlate(x: np.ndarray, weights: np.ndarray, window: WindowRule) -> np.ndarray:
     """Compute the correlation directly, with zeros around ``x``."""
     far = 40
     padded = np.concatenate([np.zeros(far), x, np.zeros(far)])
@@ -88,15 +88,15 @@ def test_transposed_window_needs_all_rows_that_write_into_piece(seed: int) -> No
 
 
 def test_window_length_matches_formula() -> None:
-    assert Window(3, before=1, after=1).length(10) == 10
-    assert Window(2, stride=2).length(9) == 4
-    assert Window(3, dilation=2).length(5) == 1
+    assert WindowRule(3, before=1, after=1).length(10) == 10
+    assert WindowRule(2, stride=2).length(9) == 4
+    assert WindowRule(3, dilation=2).length(5) == 1
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_window_longer_than_axis_has_no_output(n: int) -> None:
-    assert Window(5).length(n) == 0
-    assert Window(5).needs(range(0)) == range(0)
+    assert WindowRule(5).length(n) == 0
+    assert WindowRule(5).needs(range(0)) == range(0)
 
 
 def test_taken_rows_need_hull_of_their_sources() -> None:
