@@ -29,18 +29,15 @@ if TYPE_CHECKING:
     from collective.contract.backend import Plan
     from collective.request import Request
 
-# Number of C's polls of a word, 10 to 40 ns each, before it yields the processor. If each rank has
-# its own core, C polls for some microseconds. If a peer needs the core, it polls for a moment only.
-_LOOKS, _LOOKS_CROWDED = 200, 4
 # Number of C's polls of a ring before it yields the processor. They take a microsecond or two,
 # which is the time of a message to a running peer. If both ranks share a core, the polls add to the
 # time of each message. Ranks may share a core even if other cores are free. 4 B with both ranks on
 # one core take 15 µs with 1000 polls, and 3 µs with 100.
 _RING_LOOKS = 100
-# These limits apply to calls on ordinary memory, if the kernel can read a peer's memory. Longer
-# calls are not staged if ranks wait for a core, or if each rank has its own part to copy meanwhile.
-# The kernel copies once instead of twice, but its copies are slower (docs/measurements/native.md).
-_MOVED_BYTES, _FOLDED_BYTES = 4 << 20, 8 << 20
+# In a longer scatter of ordinary memory the kernel copies each piece once, if it can read a peer's
+# memory. Its copies are slow, but each rank makes one of its own. In all other calls two copies
+# through areas are quicker (docs/measurements/native.md).
+_SCATTERED_BYTES = 4 << 20
 # A call is long if the longest input of any rank has at least this many bytes. For shorter calls a
 # copy through an area costs less than a second wait (benchmarks/native.py).
 _LEAST_LONG = 24 << 10
@@ -71,11 +68,10 @@ class Compiled:
     def __init__(
         self, control: Control, heap: Heap, crowded: bool, single_copy: bool, cached: int
     ) -> None:
-        looks = _LOOKS_CROWDED if crowded else _LOOKS
         shared = native.shared(
             control.segment.map, control.rank, control.size, 8 * LINE,
             control.layout.calls[control.rank], control.layout.areas, control.layout.area_bytes,
-            _LEAST_LONG, looks, _ControlCallbacks(control),
+            _LEAST_LONG, crowded, _ControlCallbacks(control),
         )  # fmt: skip
         assert shared is not None  # the transport creates this object only if all have the core
         # Keep the core: this rank may switch it off later, but all ranks must go on alike.
@@ -99,7 +95,7 @@ class Compiled:
         nbytes = request.nbytes
         if elements is not None:
             nbytes = max(nbytes, sum(elements) * (_WIDEST if dtype is None else dtype.itemsize))
-        if not self._stages(operation, nbytes):
+        if operation == "scatter" and self._fetches(nbytes):
             return None
         fold, mean, scale, code = None, False, None, 0
         if operation in _REDUCTIONS:
@@ -121,17 +117,10 @@ class Compiled:
             finish = arithmetic.post(request.op, dtype, 1)
         return arithmetic.around(plan, scale, finish)
 
-    def _stages(self, operation: str, nbytes: int) -> bool:
-        if not self._single_copy:
-            return True
-        if self._crowded:
-            return nbytes <= (_FOLDED_BYTES if operation in _REDUCTIONS else _MOVED_BYTES)
-        # The arrays of all ranks together are as long as this many of the longest array.
-        arrays = {"scatter": 2, "all_gather": 1 + self._size, "all_to_all": 2 * self._size}
-        if operation not in arrays or nbytes <= _MOVED_BYTES:
-            return True
-        # A single copy leaves more room in the caches, as long as they hold parts of the arrays.
-        return nbytes * arrays[operation] >= self._cached
+    def _fetches(self, nbytes: int) -> bool:
+        """Tell whether the ranks fetch the pieces of a scatter, in Python."""
+        fits = self._crowded or 2 * nbytes < self._cached
+        return self._single_copy and nbytes > _SCATTERED_BYTES and fits
 
 
 def _apart(

@@ -44,7 +44,7 @@ __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange"
            "see_tensors", "shared", "status", "sums", "switch", "turn"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
-PROTOCOL = 30
+PROTOCOL = 31
 
 #: Bytes of a head, and bytes of it that can hold the elements of a short array.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
@@ -437,7 +437,7 @@ def shared(
     areas: int,
     area_bytes: int,
     least_long: int,
-    looks: int,
+    crowded: bool,
     callbacks: SharedCallbacks,
 ) -> Shared | None:
     """Return the shared memory of the ranks of one host, for collectives in C.
@@ -457,7 +457,7 @@ def shared(
         areas: bytes from the segment's beginning to the ranks' areas, two for each rank.
         area_bytes: length of one area, a multiple of 64.
         least_long: bytes from which on a call is long, at most a quarter of an area.
-        looks: number of polls of a word before a wait begins.
+        crowded: whether ranks share cores, so that a wait soon yields the processor.
         callbacks: the callbacks into Python.
 
     Returns:
@@ -466,7 +466,7 @@ def shared(
     if chosen.extension is None:
         return None
     memory: Shared = chosen.extension.Shared(
-        segment, rank, size, lines, calls, areas, area_bytes, least_long, looks, callbacks
+        segment, rank, size, lines, calls, areas, area_bytes, least_long, crowded, callbacks
     )
     return memory
 

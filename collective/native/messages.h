@@ -375,9 +375,4 @@ static inline void spin_unlock(int *lock)
     __atomic_store_n(lock, 0, __ATOMIC_RELEASE);
 }
 
-static inline size_t smaller(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
-
 #endif

@@ -18,13 +18,20 @@
    In a short call a rank writes its input into its area, arrives, and reads the inputs of the other
    ranks. In a long call a rank announces the places of its arrays when it arrives. If the arrays of
    all ranks are in one symmetric segment, the ranks read them there, and a second step tells that
-   all ranks have read. If not, the call is staged (staging.c). */
+   all ranks have read. If not, the call goes on as a short one, if all inputs have been written
+   ahead of the arrival (writes_ahead()), or it is staged (staging.c). */
 
 #include "shared.h"
 #include "copying.h"
 #include "sleeping.h"
 
 #include <string.h>
+
+/* An input that is written ahead has at most this many eighths of an area. So three of them and the
+   places of small ones fit into the two areas: where one is written, the last one does not lie. */
+#define MOST_EIGHTHS_AHEAD 5
+/* Bytes of all inputs in a call that folds what was written ahead, at most. */
+#define MOST_FOLDED_AHEAD ((size_t)256 << 10)
 
 /* Announces a value of one of this rank's counters, and wakes the ranks that nap. There is no fence
    between the store and the load of sleepers, for the reason in sleeping.h. */
@@ -140,8 +147,9 @@ size_t output_bytes(const struct shared *s, const struct plan *p)
 
 /* -- reading -------------------------------------------------------------------------------- */
 
-/* Folds elements of s->sources into out, in rank order. Out may be this rank's own source: the
-   intermediate results go to scratch, and out is written after the last source has been read. */
+/* Folds elements of s->sources into out, in rank order. Intermediate results go to scratch, so out may
+   be this rank's own source: it is written after the last source has been read. Without scratch they go
+   to out. */
 static void fold_sources(struct shared *s, const struct plan *p, size_t from, size_t count,
                          char *out, char *scratch)
 {
@@ -154,7 +162,7 @@ static void fold_sources(struct shared *s, const struct plan *p, size_t from, si
         char *result = out + at * p->item;
         const char *value = s->sources[0] + offset;
         for (int rank = 1; rank <= last; rank++) {
-            char *to = rank == last ? result : scratch;
+            char *to = rank == last || scratch == NULL ? result : scratch;
             p->fold(value, s->sources[rank] + offset, to, number);
             value = to;
         }
@@ -189,7 +197,9 @@ static void read_sources(struct shared *s, const struct plan *p, char *dst, char
 
 /* -- kinds of call -------------------------------------------------------------------------- */
 
-/* Makes a short call. The two areas of a rank count as one area here.
+/* Finds where the inputs of this step go, at the same place in the areas of all ranks, and sets
+   s->sources to them. Returns the place where the next step's input goes if it is not small. The two
+   areas of a rank count as one area here.
 
    A small input goes to the place of the step's parity, which the last call but one has used. So
    its few cache lines stay in the nearest cache.
@@ -202,11 +212,10 @@ static void read_sources(struct shared *s, const struct plan *p, char *dst, char
 
    An input of at most INLINE_BYTES goes into the same cache line as the step, which the peers fetch
    in any case. A second cache line would take as long again to arrive. */
-static int short_call(struct shared *s, const struct plan *p, uint64_t step, const char *src,
-                      char *dst)
+static size_t place_inputs(struct shared *s, const struct plan *p, uint64_t step)
 {
     size_t longest = longest_input(p), small = s->least_long / 6 / 64 * 64, at;
-    int parity = (int)(step & 1), is_inline = longest <= INLINE_BYTES, failed;
+    int parity = (int)(step & 1), is_inline = longest <= INLINE_BYTES;
     int goes_on = longest > small && !is_inline;
     if (!goes_on)
         at = parity * (is_inline ? INLINE_BYTES : small);
@@ -216,22 +225,39 @@ static int short_call(struct shared *s, const struct plan *p, uint64_t step, con
         const struct stage *stage = s->stages + rank;
         s->sources[rank] = (is_inline ? (char *)(stage->line + INLINE) : (char *)stage->areas[0]) + at;
     }
-    /* This comes before the ranks arrive, so peers may still read the blocks of a staged call. */
-    if (s->unread && !is_inline && sends(s, p) && (failed = await_all(s, READ, s->blocks)))
-        return failed;
-    if (sends(s, p))
+    return goes_on ? at + (longest + 63) / 64 * 64 : s->ahead;
+}
+
+/* Writes this rank's input for its peers, who may still read the blocks of a staged call. */
+static int write_input(struct shared *s, const struct plan *p, const char *src)
+{
+    int failed = s->unread && longest_input(p) > INLINE_BYTES ? await_all(s, READ, s->blocks) : 0;
+    if (!failed)
         copy((char *)s->sources[s->rank], src, input_bytes(s, p));
-    if ((failed = arrive(s, step, p->digest)))
-        return failed;
-    /* Only now is it certain that all ranks make this call, so that ahead stays equal on them. */
-    if (goes_on)
-        s->ahead = at + (longest + 63) / 64 * 64;
+    return failed;
+}
+
+/* Reads the inputs of all ranks, after all have written them. So it is certain now that all ranks make
+   this call, and s->ahead stays equal on them. */
+static int read_inputs(struct shared *s, const struct plan *p, size_t ahead, const char *src, char *dst)
+{
+    s->ahead = ahead;
     /* In a broadcast in place the root has its result already. Its array may be read-only. */
     if (p->operation == BROADCAST && s->rank == p->root && src == dst)
         return 0;
     /* The inputs are read from the areas, never from dst, so dst may hold intermediate results. */
-    read_sources(s, p, dst, dst);
+    read_sources(s, p, dst, NULL);
     return 0;
+}
+
+static int short_call(struct shared *s, const struct plan *p, uint64_t step, const char *src,
+                      char *dst)
+{
+    size_t ahead = place_inputs(s, p, step);
+    int failed = sends(s, p) ? write_input(s, p, src) : 0;
+    if (!failed)
+        failed = arrive(s, step, p->digest);
+    return failed ? failed : read_inputs(s, p, ahead, src, dst);
 }
 
 size_t segments_until(const struct shared *s, const char *address)
@@ -335,17 +361,47 @@ static int in_place(struct shared *s, const struct plan *p, char *dst)
     return depart(s);
 }
 
+/* Whether the ranks write their inputs before they arrive, as in a short call, if these are not in
+   symmetric memory. Each rank then waits once, and folds all of its result alone. A staged call waits
+   for its first block, too, but its ranks share the fold, and copy in and out at the same time. Ranks
+   that share cores do nothing at the same time. In an all_gather each rank has one input to copy in, and
+   those of all its peers to copy out. */
+static int writes_ahead(const struct shared *s, const struct plan *p)
+{
+    size_t most = s->area_bytes / 8 * MOST_EIGHTHS_AHEAD;
+    if (p->fold != NULL)
+        most = s->crowded ? smaller(most, MOST_FOLDED_AHEAD / (size_t)s->size) : 0;
+    else if (!s->crowded && p->operation != ALL_GATHER)
+        most = 0;
+    return longest_input(p) <= most;
+}
+
+/* Whether all ranks that have an input have written it. */
+static int have_written(const struct shared *s, const struct plan *p, int location)
+{
+    int written = 1;
+    for (int rank = 0; rank < s->size; rank++)
+        if (!from_root(p) || rank == p->root)
+            written &= __atomic_load_n(s->stages[rank].line + location, __ATOMIC_RELAXED) == 0;
+    return written;
+}
+
 static int long_call(struct shared *s, const struct plan *p, uint64_t step, const char *src,
                      char *dst)
 {
-    int location = LOCATION + 8 * (int)(step & 1), failed, mapped;
+    int location = LOCATION + 8 * (int)(step & 1), failed, mapped, writes = writes_ahead(s, p);
     uint64_t *words = s->stages[s->rank].line + location;
+    size_t ahead = writes ? place_inputs(s, p, step) : s->ahead;
     for (int which = 0; which < 2; which++) {
         words[2 * which] = s->inside[which] ? s->inside[which]->number : 0;
         words[2 * which + 1] = s->offset[which];
     }
+    if (writes && sends(s, p) && s->inside[0] == NULL && (failed = write_input(s, p, src)))
+        return failed;
     if ((failed = arrive(s, step, p->digest)))
         return failed;
+    if (writes && have_written(s, p, location))
+        return read_inputs(s, p, ahead, src, dst);
     mapped = find_arrays(s, p, 0, location, (char **)s->sources);
     if (mapped > 0 && p->operation == ALL_REDUCE)
         mapped = find_arrays(s, p, 1, location, s->results);

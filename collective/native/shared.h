@@ -60,6 +60,7 @@ typedef void arrived_function(void *context);
 struct shared {
     int rank, size;
     size_t area_bytes, least_long;
+    int crowded;     /* whether ranks share cores */
     size_t ahead;    /* offset of the next short call's input in the two areas, if not small */
     uint64_t blocks; /* number of blocks of all staged calls so far, equal on all ranks; the
                         counters of the next staged call begin there */

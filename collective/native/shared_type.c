@@ -8,6 +8,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Number of polls of a word, 10 to 40 ns each, before the processor is yielded. If each rank has its own
+   core, the polls take some microseconds. If a peer needs the core, they take a moment only. */
+enum { LOOKS = 200, LOOKS_CROWDED = 4 };
 /* Time for which a wait yields the processor before it calls Python. */
 #define YIELD_NS 50000
 /* A thread without the interpreter lock yields the processor for this time, then naps, as Python's
@@ -152,14 +155,14 @@ void shared_record(void *context)
 
 /* -- Shared --------------------------------------------------------------------------------- */
 
-/* Shared(segment, rank, size, lines, calls, areas, area_bytes, least_long, looks, callbacks) */
+/* Shared(segment, rank, size, lines, calls, areas, area_bytes, least_long, crowded, callbacks) */
 static int read_shared(Shared *self, PyObject *args)
 {
     struct shared *s = &self->shared;
     PyObject *memory, *callbacks;
     Py_ssize_t lines, calls, areas, area_bytes, least_long;
-    if (!PyArg_ParseTuple(args, "OiinnnnniO:Shared", &memory, &s->rank, &s->size, &lines, &calls,
-                          &areas, &area_bytes, &least_long, &s->looks, &callbacks)
+    if (!PyArg_ParseTuple(args, "OiinnnnnpO:Shared", &memory, &s->rank, &s->size, &lines, &calls,
+                          &areas, &area_bytes, &least_long, &s->crowded, &callbacks)
         || PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
         return -1;
     self->callbacks = Py_NewRef(callbacks);
@@ -179,6 +182,7 @@ static int read_shared(Shared *self, PyObject *args)
     self->descriptions = (char *)self->memory.buf + calls;
     s->area_bytes = (size_t)area_bytes;
     s->least_long = (size_t)least_long;
+    s->looks = s->crowded ? LOOKS_CROWDED : LOOKS;
     s->wait = wait_for;
     s->arrived = shared_record;
     s->context = self;

@@ -45,11 +45,6 @@ struct staging {
     int around;             /* whether results are written around the caches */
 };
 
-static size_t smaller(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
-
 static int is_shared_work(const struct plan *p)
 {
     return p->operation == ALL_REDUCE || p->operation == REDUCE;

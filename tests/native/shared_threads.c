@@ -269,7 +269,7 @@ static void *rank_main(void *argument)
 {
     struct shared shared = {.rank = (int)(intptr_t)argument, .size = ranks, .stages = stages,
                             .area_bytes = area_bytes, .least_long = area_bytes / 32 * 3,
-                            .looks = 20, .wait = wait_for, .arrived = go_on,
+                            .crowded = seed % 2, .looks = 20, .wait = wait_for, .arrived = go_on,
                             .broken = &broken, .sleepers = &sleepers,
                             .sources = calloc(ranks, sizeof(char *)),
                             .results = calloc(ranks, sizeof(char *)),

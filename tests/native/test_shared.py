@@ -24,7 +24,7 @@ AREA_BYTES = 4096
 CALLS, CALL_BYTES = 64, 256
 LINE_BYTES = 512
 FLOAT32 = BY_NAME["float32"]
-BROADCAST, ALL_REDUCE = 3, 1  # as in collective/native/shared.h
+ALL_REDUCE, BROADCAST, ALL_GATHER = 1, 3, 4  # as in collective/native/shared.h
 DIGEST, LOCATION, LAST_CALL, DESCRIBED, POSTED, FOLDED, READ = 1, 8, 34, 39, 40, 48, 56
 
 
@@ -76,13 +76,16 @@ class Host:
         self.asked: list[tuple[Any, ...]] = []
         self.meanwhile: Any = None
         self.shared = core.Shared(
-            self.memory, 0, 2, 64, calls, areas, AREA_BYTES, AREA_BYTES // 32 * 3, 20, self
+            self.memory, 0, 2, 64, calls, areas, AREA_BYTES, AREA_BYTES // 32 * 3, False, self
         )
 
-    def plan(self, operation: int, op: str | None, description: bytes = b"") -> Any:
+    def plan(
+        self, operation: int, op: str | None, description: bytes = b"", elements: Any = ()
+    ) -> Any:
         return self.shared.plan(
-            operation, 7, 0, None, op, FLOAT32.code, False, "request", description, self.otherwise
-        )
+            operation, 7, 0, elements or None, op, FLOAT32.code, False, "request", description,
+            self.otherwise,
+        )  # fmt: skip
 
     def last_call(self) -> bytes:
         at = self.calls + self.words[LAST_CALL] % CALLS * CALL_BYTES
@@ -198,15 +201,20 @@ def test_call_on_broken_communicator_leaves_areas_alone() -> None:
     assert host.words[0] == 0, "the call has made a step"
 
 
-def test_call_keeps_area_of_previous_call_intact() -> None:
+@pytest.mark.parametrize(
+    ("operation", "most"), [(ALL_REDUCE, 95), (ALL_GATHER, 640)], ids=["short", "written ahead"]
+)
+def test_call_keeps_area_of_previous_call_intact(operation: int, most: int) -> None:
     host = Host()
     host.peer[DIGEST], host.peer[DIGEST + 1] = 7, 7
-    plan, drawn = host.plan(ALL_REDUCE, "sum"), np.random.default_rng(0)
+    gathers, drawn = operation == ALL_GATHER, np.random.default_rng(0)
     last, at = b"", 0
     for call in range(2000):
         host.peer[0] = call + 1  # the peer has arrived already, but has not read anything yet
-        x = floats(int(drawn.integers(1, 96 if drawn.integers(2) else 20)), call + 1.0)
-        plan(x, floats(len(x.array)), 1.0)
+        count = int(drawn.integers(1, most + 1 if drawn.integers(2) else 20))
+        plan = host.plan(operation, None if gathers else "sum", elements=[count] * 2 * gathers)
+        x = floats(count, call + 1.0)
+        plan(x, floats(count * (1 + gathers)), 1.0)
         assert host.memory[at : at + len(last)] == last, f"call {call} of {len(x.array)} elements"
         last = x.array.tobytes()
         at = host.memory.index(last)
@@ -360,7 +368,7 @@ def test_unsuitable_arrays_are_handed_over_before_any_step(arrays: Any) -> None:
 )  # fmt: skip
 def test_offsets_outside_segment_are_refused(lines: int, calls: int, areas: int) -> None:
     with pytest.raises(ValueError, match="not in the segment"):
-        core.Shared(bytearray(32 << 10), 0, 2, lines, calls, areas, 1024, 96, 20, print)
+        core.Shared(bytearray(32 << 10), 0, 2, lines, calls, areas, 1024, 96, False, print)
 
 
 def test_arrays_of_hundreds_of_segments_are_found_until_forgotten() -> None:

@@ -43,7 +43,7 @@ UNFINISHED = """
 segment = bytearray(1 << 20)
 made = {
     _core.Ring: (["x"],), _core.Door: (_core.Ring(["x"]), [], 0, 2), _core.InThread: (),
-    _core.Shared: (segment, 0, 2, 1024, 1 << 19, 8192, 65536, 4096, 10, object()),
+    _core.Shared: (segment, 0, 2, 1024, 1 << 19, 8192, 65536, 4096, False, object()),
 }
 for kind, arguments in made.items():
     if arguments:
@@ -121,7 +121,7 @@ def garbage():
     return [random.choice(list(values())) for _ in range(random.randrange(11))]
 made = [
     _core, ring, _core.InThread(), _core.Door(ring, [], 0, 2),
-    _core.Shared(bytearray(1 << 20), 0, 2, 1024, 1 << 19, 8192, 65536, 4096, 10, object()),
+    _core.Shared(bytearray(1 << 20), 0, 2, 1024, 1 << 19, 8192, 65536, 4096, False, object()),
 ]
 made.append(made[-1].plan(0, 0, 0, None, None, 11, False, "request", b"", repr))
 callables = list(chain.from_iterable(

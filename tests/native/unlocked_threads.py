@@ -49,7 +49,7 @@ class Rank:
         self.key, self.bytes = (rank, count), 4 * count
         shared = native.shared(
             segment, rank, 2, _LINES, _CALLS + rank * _CALLS_BYTES, _AREAS, _AREA_BYTES,
-            _AREA_BYTES // 32 * 3, 20, self,
+            _AREA_BYTES // 32 * 3, False, self,
         )  # fmt: skip
         assert shared is not None
         self.plan = shared.plan(
