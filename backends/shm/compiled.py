@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 # time of each message. Ranks may share a core even if other cores are free. 4 B with both ranks on
 # one core take 15 µs with 1000 polls, and 3 µs with 100.
 _RING_LOOKS = 100
+# If ranks share cores, a message through a ring of at least this many bytes needs few turns of the
+# scheduler. It is quicker than the kernel's copy then (docs/measurements/native.md).
+_LONG_RING = 512 << 10
 # In a longer scatter of ordinary memory the kernel copies each piece once, if it can read a peer's
 # memory. Its copies are slow, but each rank makes one of its own. In all other calls two copies
 # through areas are quicker (docs/measurements/native.md).
@@ -200,19 +203,20 @@ class _ControlCallbacks:
 # -- messages -------------------------------------------------------------------------------
 
 
-def make_exchange(control: Control, single_copy: bool) -> native.Exchange:
+def make_exchange(control: Control, single_copy: bool, crowded: bool) -> native.Exchange:
     """Return a function that sends and receives over the rings of ``control``'s segment.
 
     A long message goes through a ring, or the receiver fetches it: the receiver measures both ways.
     If both ends have a processor, and these share a cache, the copies into the ring and out of it
-    run at the same time: 4 MiB take 0.16 ms, and a fetch 0.26 ms. With more ranks than cores they
-    take 1.4 and 0.8 ms.
+    run at the same time: 4 MiB take 0.16 ms, and a fetch 0.26 ms. If ranks share cores, the time of
+    a message is mostly that of a turn of the scheduler, and says nothing about the copies.
     """
     layout = control.layout
+    fetches = single_copy and not (crowded and layout.ring_bytes >= _LONG_RING)
     exchange = native.messages(
         control.segment.map, control.rank, control.size, layout.rings, layout.ring_bytes,
-        _RING_LOOKS, single_copy, _MessageCallbacks(control), 8 * LINE,
-        [control.pid(rank) for rank in range(control.size)] if single_copy else None,
+        _RING_LOOKS, fetches, _MessageCallbacks(control), 8 * LINE,
+        [control.pid(rank) for rank in range(control.size)] if fetches else None,
     )  # fmt: skip
     assert exchange is not None  # the transport calls this only if all ranks have the core
     return exchange

@@ -190,7 +190,7 @@ class ShmBackend(OneSided):
         if set(protocols) == {native.PROTOCOL}:
             cached = min(caches) << 20
             self._compiled = Compiled(control, self._heap, crowded, single_copy, cached)
-            self.exchange = make_exchange(control, single_copy)
+            self.exchange = make_exchange(control, single_copy, crowded)
             self._transfer = functools.partial(exchange_bytes, self.exchange, control)
         else:
             self._transfer = RingMessages(control, single_copy)
