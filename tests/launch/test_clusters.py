@@ -44,12 +44,10 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield made
 
 
-def block(language: str, words: str) -> str:
-    """Return the one block of the page in ``language`` that contains ``words``."""
+def block(page: str, language: str, words: str) -> str:
+    """Return the one block of a page in ``language`` that contains ``words``."""
     (found,) = [
-        b.text
-        for b in BLOCKS
-        if (b.document, b.language) == ("clusters.md", language) and words in b.text
+        b.text for b in BLOCKS if (b.document, b.language) == (page, language) and words in b.text
     ]
     return found
 
@@ -57,7 +55,7 @@ def block(language: str, words: str) -> str:
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     """Write the page's program, and ``python`` and ``collective`` into a folder for PATH."""
-    (tmp_path / "train.py").write_text(block("python", "# train.py"))
+    (tmp_path / "train.py").write_text(block("clusters.md", "python", "# train.py"))
     folder = tmp_path / "commands"
     folder.mkdir()
     for name, options in (("python", ""), ("collective", "-m collective")):
@@ -121,12 +119,16 @@ def test_srun_script_of_page_runs_on_two_hosts(hosts: Hosts, program: Path, tmp_
     secret.write_text("a secret of this test, and of no other\n")
     secret.chmod(0o600)
     srun(hosts, program)
-    script = block("sh", "srun --kill-on-bad-exit=0")
+    script = block("how-to/slurm.md", "sh", "srun --kill-on-bad-exit=0").replace("ib0", "eth0")
     assert batch(hosts, program, script, HOME=str(tmp_path)) == EXPECTED
 
 
 def test_hosts_auto_script_of_page_runs_on_two_hosts(hosts: Hosts, program: Path) -> None:
-    script = block("sh", "#SBATCH --nodes=2 --ntasks-per-node=2\n\ncollective run --hosts auto")
+    script = block(
+        "how-to/slurm.md",
+        "sh",
+        "#SBATCH --nodes=2 --ntasks-per-node=2\n\ncollective run --hosts auto",
+    )
     assert batch(hosts, program, script) == EXPECTED
 
 
@@ -147,7 +149,7 @@ def test_hosts_auto_runs_in_jobs_of_pbs_and_lsf(
 
 def documents() -> tuple[dict[str, Any], dict[str, Any]]:
     yaml = pytest.importorskip("yaml", reason="PyYAML reads the page's manifest")
-    service, job = yaml.safe_load_all(block("yaml", "kind: Job"))
+    service, job = yaml.safe_load_all(block("clusters.md", "yaml", "kind: Job"))
     return service, job
 
 

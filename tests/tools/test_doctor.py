@@ -267,8 +267,8 @@ def test_trial_of_mpi_leaves_no_files(doctor: Doctor) -> None:
         "print(json.dumps(ask(sys.argv[1:], 80.0)))"
     )
     done = run_alone(str(python), script, question, TMPDIR=str(doctor.launches.temporary))
-    facts, error, late = json.loads(done.stdout)[question]
-    assert (error, late) == ("", False)
+    facts, error, late, timed_out = json.loads(done.stdout)[question]
+    assert (error, late, timed_out) == ("", False, False)
     assert facts["bandwidth"] > 0
     assert list(doctor.launches.temporary.iterdir()) == [], "files were left behind"
 
