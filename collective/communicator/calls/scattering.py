@@ -138,12 +138,16 @@ class Scatter(Call):
         """
         path, src = self.path, None
         if path.rank == self.root:
-            pieces = [
-                leaf.piece(cut, rank)
-                for rank in range(path.size)
-                for leaf, cut in zip(self._leaves, rows)
-            ]
-            src = Buffer(bytes_of(pieces).view(dtype.storage), dtype)
+            if len(self._leaves) == 1:
+                raw = self._leaves[0].array.ravel().view(np.uint8)  # the pieces, in rank order
+            else:
+                pieces = [
+                    leaf.piece(cut, rank)
+                    for rank in range(path.size)
+                    for leaf, cut in zip(self._leaves, rows)
+                ]
+                raw = bytes_of(pieces)
+            src = Buffer(raw.view(dtype.storage), dtype)
         if room is None:
             room = path.allocate(Buffer.empty, request.elements[path.rank], dtype).array
         path.carry(path.planned(request), src, Buffer(room, dtype), deadline)
