@@ -37,10 +37,6 @@ _RING_LOOKS = 100
 # If ranks share cores, a message through a ring of at least this many bytes needs few turns of the
 # scheduler. It is quicker than the kernel's copy then (docs/measurements/native.md).
 _LONG_RING = 512 << 10
-# In a longer scatter of ordinary memory the kernel copies each piece once, if it can read a peer's
-# memory. Its copies are slow, but each rank makes one of its own. In all other calls two copies
-# through areas are quicker (docs/measurements/native.md).
-_SCATTERED_BYTES = 4 << 20
 # A call is long if the longest input of any rank has at least this many bytes. For shorter calls a
 # copy through an area costs less than a second wait (benchmarks/native.py).
 _LEAST_LONG = 24 << 10
@@ -52,8 +48,6 @@ _OPERATIONS = {
          "all_to_all", "gather", "scatter", "scan")
     )
 }  # fmt: skip
-# Bytes of an element if the request names no dtype: those of the widest dtype.
-_WIDEST = 16
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter", "scan"})
 _PIECES = frozenset({"all_gather", "gather", "reduce_scatter", "scatter", "all_to_all"})
 
@@ -65,23 +59,19 @@ class Compiled:
         control, heap: those of this rank.
         crowded: whether some rank sees more ranks than cores.
         single_copy: whether all ranks can read each other's memory through the kernel.
-        cached: bytes of a call's arrays that the last cache holds.
     """
 
-    def __init__(
-        self, control: Control, heap: Heap, crowded: bool, single_copy: bool, cached: int
-    ) -> None:
+    def __init__(self, control: Control, heap: Heap, crowded: bool, single_copy: bool) -> None:
         shared = native.shared(
             control.segment.map, control.rank, control.size, 8 * LINE,
             control.layout.calls[control.rank], control.layout.areas, control.layout.area_bytes,
-            _LEAST_LONG, crowded, _ControlCallbacks(control),
+            _LEAST_LONG, crowded, _ControlCallbacks(control), _pids(control, single_copy),
         )  # fmt: skip
         assert shared is not None  # the transport creates this object only if all have the core
         # Keep the core: this rank may switch it off later, but all ranks must go on alike.
         self._core: Any = native.chosen.extension
         self._rank, self._size = control.rank, control.size
         self._shared = shared
-        self._crowded, self._single_copy, self._cached = crowded, single_copy, cached
         heap.tell(shared.know)
 
     def plan(self, request: Request) -> Plan | None:
@@ -95,11 +85,6 @@ class Compiled:
         if number is None or (operation == "all_to_all" and not request.alike):
             return None
         elements = request.elements if operation in _PIECES else None
-        nbytes = request.nbytes
-        if elements is not None:
-            nbytes = max(nbytes, sum(elements) * (_WIDEST if dtype is None else dtype.itemsize))
-        if operation == "scatter" and self._fetches(nbytes):
-            return None
         fold, mean, scale, code = None, False, None, 0
         if operation in _REDUCTIONS:
             assert dtype is not None
@@ -120,10 +105,10 @@ class Compiled:
             finish = arithmetic.post(request.op, dtype, 1)
         return arithmetic.around(plan, scale, finish)
 
-    def _fetches(self, nbytes: int) -> bool:
-        """Tell whether the ranks fetch the pieces of a scatter, in Python."""
-        fits = self._crowded or 2 * nbytes < self._cached
-        return self._single_copy and nbytes > _SCATTERED_BYTES and fits
+
+def _pids(control: Control, single_copy: bool) -> list[int] | None:
+    """Return the ranks' processes, if all ranks can read each other's memory."""
+    return [control.pid(rank) for rank in range(control.size)] if single_copy else None
 
 
 def _apart(
@@ -195,6 +180,11 @@ class _ControlCallbacks:
         self._control.request = request
         self._control.refuse(rank, what)
 
+    def unreadable(self, request: Request, rank: int) -> None:
+        """Raise an error, since the kernel does not read the memory of ``rank``."""
+        self._control.request = request
+        self._control.refuse_unreadable(rank)
+
     def moved(self, request: Request) -> None:
         """Raise an error, since an array of the running call has got other memory."""
         self._control.refuse_moved(request)
@@ -206,17 +196,14 @@ class _ControlCallbacks:
 def make_exchange(control: Control, single_copy: bool, crowded: bool) -> native.Exchange:
     """Return a function that sends and receives over the rings of ``control``'s segment.
 
-    A long message goes through a ring, or the receiver fetches it: the receiver measures both ways.
-    If both ends have a processor, and these share a cache, the copies into the ring and out of it
-    run at the same time: 4 MiB take 0.16 ms, and a fetch 0.26 ms. If ranks share cores, the time of
-    a message is mostly that of a turn of the scheduler, and says nothing about the copies.
+    A long message goes through a ring. The receiver fetches it at once if it lies in huge pages,
+    and its rest if the sender is slow.
     """
     layout = control.layout
-    fetches = single_copy and not (crowded and layout.ring_bytes >= _LONG_RING)
+    claims = single_copy and not (crowded and layout.ring_bytes >= _LONG_RING)
     exchange = native.messages(
         control.segment.map, control.rank, control.size, layout.rings, layout.ring_bytes,
-        _RING_LOOKS, fetches, _MessageCallbacks(control), 8 * LINE,
-        [control.pid(rank) for rank in range(control.size)] if fetches else None,
+        _RING_LOOKS, claims, _MessageCallbacks(control), 8 * LINE, _pids(control, single_copy),
     )  # fmt: skip
     assert exchange is not None  # the transport calls this only if all ranks have the core
     return exchange

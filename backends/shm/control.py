@@ -373,7 +373,15 @@ class Control:
         if self.read(rank, address, out):
             return
         self.refuse_broken("shm")  # a rank that has given up may have unmapped its memory
-        text = f"reading {out.nbytes} bytes of rank {rank} (pid {self.pid(rank)}) failed"
+        self.refuse_unreadable(rank)
+
+    def refuse_unreadable(self, rank: int) -> NoReturn:
+        """Break the communicator, since the kernel does not read the memory of ``rank`` any more.
+
+        Raises:
+            BackendError: always.
+        """
+        text = f"reading the memory of rank {rank} (pid {self.pid(rank)}) failed"
         self.fail(Failure("aborted", self.rank, text))
         raise BackendError(
             f"shm: {text} [rank {self.rank}]. Set COLLECTIVE_DISABLE=shm_single_copy to avoid "

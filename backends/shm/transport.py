@@ -28,7 +28,7 @@ from collective.errors import (
 )
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
-from collective.native import NOBODY, cached_bytes
+from collective.native import NOBODY
 from collective.platform import usable_cores
 
 from .compiled import Compiled, exchange_bytes, make_exchange, make_mail
@@ -173,14 +173,14 @@ class ShmBackend(OneSided):
         reads = self._can_read(probe, deadline)
         protocol = native.PROTOCOL if native.chosen.extension is not None else 0
         cores = usable_cores(*map(control.pid, range(self.size)))
-        vote = bytes([reads, protocol, self.size > cores, cached_bytes() >> 20])
+        vote = bytes([reads, protocol, self.size > cores])
         votes = [tuple(other) for other in control.share(vote, deadline)]
         # All ranks have read the probe before they vote.
         del probe
         for rank, other in enumerate(votes):
             if len(other) != len(vote):
                 control.refuse(rank, f"a vote of {len(other)} bytes, expected {len(vote)}")
-        all_read, protocols, crowds, caches = zip(*votes, strict=True)
+        all_read, protocols, crowds = zip(*votes, strict=True)
         crowded = any(crowds)
         if crowded:
             control.polls = POLLS_CROWDED
@@ -188,8 +188,7 @@ class ShmBackend(OneSided):
         if not single_copy:
             self._withdraw()
         if set(protocols) == {native.PROTOCOL}:
-            cached = min(caches) << 20
-            self._compiled = Compiled(control, self._heap, crowded, single_copy, cached)
+            self._compiled = Compiled(control, self._heap, crowded, single_copy)
             self.exchange = make_exchange(control, single_copy, crowded)
             self._transfer = functools.partial(exchange_bytes, self.exchange, control)
         else:

@@ -44,7 +44,7 @@ __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange"
            "see_tensors", "shared", "status", "sums", "switch", "turn"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
-PROTOCOL = 31
+PROTOCOL = 32
 
 #: Bytes of a head, and bytes of it that can hold the elements of a short array.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
@@ -88,6 +88,9 @@ class SharedCallbacks(Protocol):
 
     def refuse(self, request: Any, rank: int, what: str) -> None:
         """Raise an error, since ``rank`` has written an impossible value to shared memory."""
+
+    def unreadable(self, request: Any, rank: int) -> None:
+        """Raise an error, since the kernel does not read the memory of ``rank``."""
 
     def moved(self, request: Any) -> None:
         """Raise an error, since an array of the running call has got other memory."""
@@ -428,6 +431,18 @@ def holder() -> Callable[[Any], list[Any]] | None:
     return None if extension is None else cast("Callable[[Any], list[Any]]", extension.hold)
 
 
+@functools.cache
+def _page_map(process: int) -> int:
+    """Return a descriptor by which C asks for the pages of this process; -1 if there is none.
+
+    It stays open as long as the process. A forked process opens another one.
+    """
+    try:
+        return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
 def shared(
     segment: Any,
     rank: int,
@@ -439,6 +454,7 @@ def shared(
     least_long: int,
     crowded: bool,
     callbacks: SharedCallbacks,
+    pids: Sequence[int] | None = None,
 ) -> Shared | None:
     """Return the shared memory of the ranks of one host, for collectives in C.
 
@@ -459,6 +475,7 @@ def shared(
         least_long: bytes from which on a call is long, at most a quarter of an area.
         crowded: whether ranks share cores, so that a wait soon yields the processor.
         callbacks: the callbacks into Python.
+        pids: the ranks' processes, if all ranks can read each other's memory.
 
     Returns:
         None if C is not in use.
@@ -466,8 +483,9 @@ def shared(
     if chosen.extension is None:
         return None
     memory: Shared = chosen.extension.Shared(
-        segment, rank, size, lines, calls, areas, area_bytes, least_long, crowded, callbacks
-    )
+        segment, rank, size, lines, calls, areas, area_bytes, least_long, crowded, callbacks,
+        pids, _page_map(os.getpid()),
+    )  # fmt: skip
     return memory
 
 
@@ -478,7 +496,7 @@ def messages(
     rings: int,
     ring_bytes: int,
     looks: int,
-    single_copy: bool,
+    claims: bool,
     python: Any,
     lines: int = 0,
     pids: Sequence[int] | None = None,
@@ -514,7 +532,7 @@ def messages(
         rings: bytes from the segment's beginning to the rings, one for each ordered pair of ranks.
             A ring has a page of counts and ``ring_bytes``, a number of whole pages.
         looks: number of polls of a ring before the processor is yielded.
-        single_copy: whether ranks can read each other's memory.
+        claims: whether a receiver may fetch the rest of a message if its sender is slow.
         python: an object with three methods. ``wait(advance, to, source, tag, deadline)`` returns
             when ``advance()`` returns 0. The result of ``advance()`` is the sum of 1, while a
             message is to be sent, and 2, while a message is to be received.
@@ -523,7 +541,7 @@ def messages(
             data.
         lines: bytes to the ranks' lines, as in :func:`shared`, which wake the ranks that nap. If
             0, no rank is woken.
-        pids: the ranks' processes, if C may read their memory.
+        pids: the ranks' processes, if all ranks can read each other's memory.
 
     Returns:
         None if C is not in use.
@@ -531,8 +549,9 @@ def messages(
     if chosen.extension is None:
         return None
     exchange: Exchange = chosen.extension.make_messages(
-        segment, rank, size, rings, ring_bytes, looks, single_copy, python, lines, pids
-    )
+        segment, rank, size, rings, ring_bytes, looks, claims, python, lines, pids,
+        _page_map(os.getpid()),
+    )  # fmt: skip
     return exchange
 
 

@@ -36,10 +36,11 @@ def make_messages(
     rings: int,
     ring_bytes: int,
     looks: int,
-    single_copy: bool,
+    claims: bool,
     python: Any,
     lines: int = ...,
     pids: Sequence[int] | None = ...,
+    page_map: int = ...,
     /,
 ) -> Callable[[Any, int, Any, int, int, Deadline, bool], Any]: ...
 def forget(first: int, second: int, /) -> None: ...

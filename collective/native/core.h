@@ -14,7 +14,7 @@ _Static_assert(__atomic_always_lock_free(8, 0) && __atomic_always_lock_free(4, 0
 
 /* Version of the interface between C and __init__.py, and of the protocol between ranks whose cores
    were built at different times. It grows with each change that makes two versions incompatible. */
-#define PROTOCOL 31
+#define PROTOCOL 32
 
 /* The codes of element types, as in collective/memory/dtypes.py. Codes travel between ranks, so
    they never change. The 8-bit floats come behind these; no rank folds them on the host. */

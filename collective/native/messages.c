@@ -159,8 +159,6 @@ static void read_prefix(struct exchange *x, struct end *e, int64_t tag, size_t *
     size_t read = 0;
     carrier->read(x, e, (char *)words, sizeof words, &read);
     *length = (size_t)words[0];
-    x->address = carrier == &rings ? (const char *)(intptr_t)words[2] : NULL;
-    x->end = e->position + (*length + 7) / 8 * 8;
     struct posted *owner = NULL;
     size_t weight = flow_weight(x->messages, words[1], *length);
     if (*length >= NO_LENGTH) {

@@ -14,6 +14,9 @@ enum { HEAD_WORDS = 16, HEAD_ROOM = 896, HEAD_BYTES = 8 * HEAD_WORDS + HEAD_ROOM
    address of the bytes in the sender's memory (rings), or the mark of a call (streams). */
 enum { PREFIX = 3 };
 
+/* In the address of a message: the receiver fetches it at once. No address of a process is so high. */
+#define LEFT_TO_RECEIVER (INT64_C(1) << 62)
+
 /* Number of tags, modulo this number, whose last sources are remembered for receives from any. */
 enum { TURNS = 64 };
 
@@ -37,25 +40,23 @@ struct kept {
     char *bytes;           /* behind the struct; or the owner's memory */
 };
 
-/* What the receiver has measured with long messages of similar lengths. */
-struct ways {
-    double cost[2];   /* ns per byte: through the ring, and fetched; 0: not known yet */
-    int better;       /* whether fetching costs less */
-    int left, pause;  /* messages until the other way is tried; messages between two tries */
-};
-
 /* What carries the bytes to a peer or from it. rings.c: a ring of bytes in shared memory. */
 struct ring {
     uint64_t *mine, *theirs; /* shared: the bytes that this end and the other end have passed */
     uint64_t *claim;         /* shared: the end of the message that the receiver fetches itself; and
-                                then a bit for each of `ways` whose next message it will fetch */
+                                WITHDRAWN words behind it, whether the sender has given up its messages */
     uint64_t seen;           /* theirs, as last loaded */
     unsigned char *data;
-    size_t left;             /* of a receiver: bytes of the running message that it has not read */
-    size_t words, room;      /* of a head: bytes of its words, and of the elements, in the ring */
-    struct ways ways[6];     /* of a receiver: for messages below 1 MiB, below 8 MiB, and longer; and for
-                                the same of calls that send, too */
+    /* Of a receiver, about the running message: the bytes that it has not read from the ring; of a head,
+       the bytes of its words, and of the elements, in the ring; and where the message ends, its address in
+       the sender's memory, or NULL, and whether it is fetched from there. */
+    size_t left, words, room;
+    uint64_t end;
+    const char *source;
+    int fetches;
 };
+
+enum { WITHDRAWN = 64 };
 
 /* Bytes that are read ahead of a stream, and so the longest message that is copied twice. */
 enum { STREAM_AHEAD = 16 << 10 };
@@ -141,6 +142,10 @@ struct messages {
     size_t due;            /* bytes of control frames that have not left */
     /* Rings: */
     size_t capacity; /* of a ring, a multiple of 8 */
+    const uint64_t *broken; /* not 0 when a rank has failed */
+    uint64_t *pids;  /* the ranks' processes, if all ranks may read each other's memory; or NULL */
+    int page_map;    /* for lies_in_huge_pages() */
+    int claims;      /* whether a receiver fetches the rest of a message if its sender is slow */
     uint32_t *sleepers;    /* number of ranks that nap, or NULL if ranks never nap */
     uint64_t *asleep;      /* the word of rank 0 that says whether the rank naps */
     size_t apart;          /* words from there to the same word of the next rank */
@@ -191,11 +196,6 @@ struct exchange {
                                as long as a posted receive wants one */
     int ended;              /* whether the rank that it has looked at sends nothing any more */
     struct kept *found;     /* the message, if it had been kept */
-    const char *address;    /* of the message in the sender's memory, or NULL */
-    uint64_t end;           /* position at which the received message ends */
-    int64_t since;          /* when a long message was found, or 0 */
-    int fetches, fetched;   /* whether it is to be fetched at once; whether it has been fetched */
-    int both;               /* whether the call sends a long message, too */
     int64_t mark;           /* the mark that the received message must have; 0 for any */
     int differs;            /* whether it had another, and has been dropped */
     int64_t asked;          /* number of the announced message whose bytes it waits for, or 0 */
@@ -224,21 +224,10 @@ int exchange_step(struct exchange *x);
 /* Does so for the message that is sent. */
 void exchange_send_step(struct exchange *x);
 
-/* Claims the message that is being received. The caller uses this if nothing moves: perhaps the
-   sender has no processor. Returns the number of bytes that the caller must copy from x->address +
-   x->done, in the memory of rank x->from, to x->bytes + x->done; then it calls exchange_fetched.
-   Returns 0 if there is nothing that may be copied so. */
-size_t exchange_claim(struct exchange *x);
-void exchange_fetched(struct exchange *x);
-
-/* Decides, when the message has been found at the time now, in ns, whether to claim it at once; and
-   notes at its end what it has cost. */
-void exchange_choose(struct exchange *x, int64_t now);
-void exchange_timed(struct exchange *x, int64_t now);
-/* Returns whether the receiver will claim a message of this length at once, if it sends none. */
-int ring_fetches(const struct ring *r, size_t nbytes);
-/* Tells an exchange that has begun that its call sends and receives. */
-void exchange_pair(struct exchange *x);
+/* Goes other ways if nothing moves; perhaps the other end has no processor. Over rings the next step
+   fetches the rest of the message that is received, if its sender permits that; and a message that the
+   receiver was to fetch goes through the ring. Returns whether that is new. */
+int exchange_hurry(struct exchange *x);
 
 /* Sleeps until the sockets of an exchange over streams have something for it, or for the posted
    operations, for the given seconds at most. */

@@ -2,7 +2,6 @@
    are made over rings. streams_type.c makes those over streams. */
 
 #include "messages_type.h"
-#include "fetching.h"
 #include "shared_type.h"
 #include "sleeping.h"
 
@@ -49,7 +48,7 @@ static int check_arrays(const Call *call)
 
 /* Exchanges bytes for as long as there is progress. If another thread has run on this processor
    meanwhile, that may be the sender: then each part of its message would cost a turn of the
-   scheduler. In this case, or if the sender is slow for another reason, the receiver claims the
+   scheduler. In this case, or if the sender is slow for another reason, the receiver fetches the
    message. */
 static void go_on(Call *call)
 {
@@ -68,10 +67,6 @@ static void go_on(Call *call)
         now = now_ns();
         if (steps || (idle && messages_progress(x->messages)))
             moved = now;
-        if (x->matched && x->since == 0)
-            exchange_choose(x, now);
-        if (x->fetches && exchange_claim(x))
-            break;
         int streamed = x->messages->carrier == &streams;
         int contended = streamed && now < __atomic_load_n(&call->over->contended, __ATOMIC_RELAXED);
         int64_t idle_ns = contended ? CONTENDED_IDLE_NS : call->over->idle_ns;
@@ -82,8 +77,10 @@ static void go_on(Call *call)
             moved = now_ns();
             continue;
         }
-        if (now - moved > idle_ns || now - start > LONGEST_NS
-            || ((shared ? idle == looks : idle == 2 * looks) && exchange_claim(x)))
+        int is_late = now - moved > idle_ns;
+        if ((is_late || (idle && idle >= (shared ? looks : 2 * looks))) && exchange_hurry(x))
+            continue;
+        if (is_late || now - start > LONGEST_NS)
             break;
         if (idle && !contended) {
             int64_t turn = now_ns();
@@ -94,8 +91,6 @@ static void go_on(Call *call)
                 __atomic_store_n(&call->over->contended, now + CONTENDED_NS, __ATOMIC_RELAXED);
         }
     }
-    if (!x->pending && !x->damage && x->since != 0)
-        exchange_timed(x, now_ns());
 }
 
 static void go_on_unlocked(Call *call)
@@ -116,50 +111,6 @@ static int raise_damage(const Call *call)
                                         "isiiO", x->from, x->damage, call->to, call->source,
                                         call->what));
     return x->damage ? -1 : 0;
-}
-
-/* Copies the rest of a claimed message from the sender's memory; returns whether the copy is valid. The
-   sender changes that memory only when the receiver has read it, or when the sender has given up and
-   has broken the communicator. So the copy is valid if the communicator is not broken afterwards. */
-static int copy_claimed(const Call *call, size_t rest)
-{
-    const struct exchange *x = &call->exchange;
-    if (call->over->pids == NULL)
-        return 0;
-    PyThreadState *unlocked = PyEval_SaveThread();
-    int copied = fetch_memory((long)call->over->pids[x->from], x->bytes + x->done, x->address + x->done,
-                              rest);
-#ifndef __SANITIZE_THREAD__
-    __atomic_thread_fence(__ATOMIC_ACQUIRE); /* the copy comes before the look at the flag */
-#endif
-    PyEval_RestoreThread(unlocked);
-    return copied && !is_over(call->over);
-}
-
-/* Fetches the rest of a message that has been claimed, and goes on. If C cannot, Python tries it again
-   and raises the error. Returns -1 with an exception. */
-static int fetch(Call *call)
-{
-    struct exchange *x = &call->exchange;
-    size_t rest;
-    while (!x->damage && (rest = exchange_claim(x)) > 0) {
-        if (copy_claimed(call, rest)) {
-            exchange_fetched(x);
-            go_on_unlocked(call);
-            continue;
-        }
-        PyObject *out = PyMemoryView_FromMemory(x->bytes + x->done, (Py_ssize_t)rest, PyBUF_WRITE);
-        if (out == NULL || done(PyObject_CallMethod(call->over->python, "fetch", "iKOO", x->from,
-                                (unsigned long long)(uintptr_t)(x->address + x->done), out,
-                                call->what)) < 0) {
-            Py_XDECREF(out);
-            return -1;
-        }
-        Py_DECREF(out);
-        exchange_fetched(x);
-        go_on_unlocked(call);
-    }
-    return raise_damage(call);
 }
 
 /* The function advance(), which Python calls while it waits: advance(seconds=0). Over streams it sleeps
@@ -184,7 +135,7 @@ static PyObject *advance(PyObject *capsule, PyObject *args)
     int moved = messages_progress(x->messages);
     if (exchange_step(x) || moved || x->damage) {
         go_on_unlocked(call);
-        if (fetch(call) < 0)
+        if (raise_damage(call) < 0)
             return NULL;
     }
     int partial = exchange_is_partial(x) ? PARTIAL : 0;
@@ -227,7 +178,7 @@ int call_finish(Call *call)
         return 0;
     PyEval_RestoreThread(call->unlocked);
     call->unlocked = NULL;
-    int failed = fetch(call);
+    int failed = raise_damage(call);
     if (failed == 0 && x->pending)
         failed = call_ask_python(call, &advance_method, call);
     if (failed == 0 && !locked)
@@ -294,7 +245,7 @@ static int begin(Call *call, struct arrays *arrays, PyObject *const *args)
     exchange_begin(x, m);
     if (sends)
         exchange_send(x, (int)to, tag, src->address, src->nbytes,
-                      heads ? head_of(src, kind, words) : NULL, over->single_copy);
+                      heads ? head_of(src, kind, words) : NULL, 1);
     /* If x and out overlap, nothing is received before x has been sent: a received message would
        overwrite elements that are still to be sent. */
     int overlap = src->address < dst->address + dst->nbytes
@@ -304,8 +255,6 @@ static int begin(Call *call, struct arrays *arrays, PyObject *const *args)
                       dst->address, dst->nbytes, heads ? head_of(dst, kind, arrays->fitting) : NULL);
     else if (source >= 0)
         exchange_drain(x, (int)source, tag);
-    if (sends && receives && !overlap)
-        exchange_pair(x);
     return 1;
 }
 
@@ -365,7 +314,7 @@ static void messages_dealloc(PyObject *object)
         PyBuffer_Release(&self->segment);
     free(m->in);
     free(self->scratch);
-    free(self->pids);
+    free(m->pids);
     object_dealloc(object);
 }
 
@@ -410,17 +359,6 @@ PyObject *messages_function(Messages *self)
     return PyCFunction_New(&exchange_method, (PyObject *)self);
 }
 
-/* Reads the ranks' processes, or None; returns -1 with an exception. */
-static int read_pids(Messages *self, PyObject *pids)
-{
-    if (pids == Py_None)
-        return 0;
-    self->pids = calloc((size_t)self->messages.size, sizeof *self->pids);
-    if (self->pids == NULL)
-        return done(PyErr_NoMemory());
-    return read_words(pids, self->messages.size, self->pids);
-}
-
 static PyObject *make_messages(PyObject *module, PyObject *args)
 {
     PyObject *segment, *python, *function = NULL, *pids = Py_None;
@@ -430,9 +368,9 @@ static PyObject *make_messages(PyObject *module, PyObject *args)
     if (self == NULL)
         return NULL;
     struct messages *m = &self->messages;
-    if (!PyArg_ParseTuple(args, "OiinnipO|nO:make_messages", &segment, &m->rank, &m->size, &rings_at,
-                          &ring_bytes, &self->looks, &self->single_copy, &python,
-                          &lines, &pids)
+    if (!PyArg_ParseTuple(args, "OiinnipO|nOi:make_messages", &segment, &m->rank, &m->size, &rings_at,
+                          &ring_bytes, &self->looks, &m->claims, &python, &lines, &pids,
+                          &m->page_map)
         || PyObject_GetBuffer(segment, &self->segment, PyBUF_WRITABLE) < 0)
         goto finished;
     self->python = Py_NewRef(python);
@@ -445,7 +383,9 @@ static PyObject *make_messages(PyObject *module, PyObject *args)
         || (self->segment.len - rings_at) / (4096 + ring_bytes) < m->size * (m->size - 1)) {
         PyErr_SetString(PyExc_ValueError, "make_messages: a number is out of its range, or the "
                                           "rings are not in the segment");
-    } else if (read_pids(self, pids) == 0 && messages_allocate(m, &rings) == 0) {
+    } else if (read_pids(pids, m->size, &m->pids) == 0 && messages_allocate(m, &rings) == 0) {
+        m->broken = self->segment.buf;
+        m->claims &= m->pids != NULL;
         if (lines > SLEEPERS_AT) {
             m->sleepers = (uint32_t *)((char *)self->segment.buf + SLEEPERS_AT);
             m->asleep = (uint64_t *)((char *)self->segment.buf + lines) + ASLEEP;
@@ -473,8 +413,8 @@ Messages *messages_of(const struct core *core, PyObject *exchange)
 
 static PyMethodDef messages_functions[] = {
     {"make_messages", make_messages, METH_VARARGS,
-     "make_messages(segment, rank, size, rings, ring_bytes, looks, single_copy, python,"
-     " lines=0, pids=None, /)"
+     "make_messages(segment, rank, size, rings, ring_bytes, looks, claims, python, lines=0,"
+     " pids=None, page_map=-1, /)"
      "\n--\n\n"
      "Return a function that exchanges messages; see collective.native.messages."},
     {NULL, NULL, 0, NULL}};

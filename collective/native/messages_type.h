@@ -8,11 +8,10 @@
 /* `self` of a function exchange(). */
 typedef struct {
     CORE_HEAD
-    PyObject *python; /* an object of Python with the methods wait, fetch, moved and refuse */
+    PyObject *python; /* an object of Python with the methods wait, moved and refuse */
     struct messages messages;
     Py_buffer segment; /* shared memory or a flag; its first word is not 0 when a rank has failed */
-    int looks, single_copy;
-    uint64_t *pids;  /* rings: the ranks' processes, whose memory C may read; or NULL */
+    int looks;
     int users, closing; /* streams: threads in a call; whether the last of them closes the sockets */
     int shut;        /* whether nothing more may be posted */
     int busy;        /* whether a collective call is running */

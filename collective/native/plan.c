@@ -160,6 +160,8 @@ static void give_up(const Plan *self, int failed, PyObject *limit)
     else if (failed == BROKEN || failed == MOVED)
         done = PyObject_CallMethod(callbacks, failed == BROKEN ? "fail" : "moved", "O",
                                    self->request);
+    else if (failed == UNREADABLE)
+        done = PyObject_CallMethod(callbacks, "unreadable", "Oi", self->request, s->damaging);
     else if (failed == DAMAGED)
         done = PyObject_CallMethod(callbacks, "refuse", "Ois", self->request, s->damaging,
                                    s->damage);

@@ -279,10 +279,12 @@ static int send_to_self(struct messages *m, struct posted *p, const void *bytes,
     return 0;
 }
 
-/* Copies the bytes of a queued send that have not left, so that the send is over. */
+/* Copies the bytes of a queued send that have not left, so that the send is over; but not if the receiver
+   may fetch them from the sender's array. */
 static void detach(struct messages *m, struct outgoing *o, const char *bytes, size_t nbytes)
 {
-    if (nbytes > EAGER_BYTES || __atomic_load_n(&m->copied, __ATOMIC_RELAXED) > COPIED_BYTES
+    if (o->exchange.claimable || nbytes > EAGER_BYTES
+        || __atomic_load_n(&m->copied, __ATOMIC_RELAXED) > COPIED_BYTES
         || (nbytes && (o->copy = malloc(nbytes)) == NULL))
         return;
     if (nbytes)
@@ -454,6 +456,9 @@ void post_close(struct messages *m)
         struct end *in = &m->in[rank], *out = &m->out[rank];
         while (__atomic_exchange_n(&out->flushing, 1, __ATOMIC_ACQUIRE))
             sched_yield();
+        /* From now on a receiver that fetches a message would read memory that has other owners. */
+        if (m->carrier == &rings && rank != m->rank)
+            __atomic_store_n(out->ring.claim + WITHDRAWN, 1, __ATOMIC_SEQ_CST);
         end_sends(m, out, CLOSED);
         __atomic_store_n(&out->flushing, 0, __ATOMIC_RELEASE);
         /* Another thread may own the end until it notices. Then it ends the receive. */

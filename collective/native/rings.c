@@ -21,19 +21,17 @@
    claim waits until the receiver has read the message. A receiver that sees the whole message
    announced does not fetch it, but reads it from the ring.
 
-   A long message may be claimed at once, so that the kernel copies it once and nobody copies it into
-   the ring. Which way takes less time depends on the caches that the two processors share, and a
-   virtual machine may change these from one second to the next. So a receiver measures both ways.
-   It tells the sender what it will do with the next message, in a word beside its claim. The word is
-   a hint: the sender then leaves most of the message to the receiver. A message that is not claimed
-   arrives all the same. If a rank sends and receives in one call, both copies through the rings are work
-   of its own processor. So the costs of such calls are measured apart from the others.
+   A sender whose array the kernel copies quickly leaves the message to the receiver, which claims it at
+   once: a bit of the address says so. The sender copies only the first bytes into the ring, until the
+   receiver turns out to be slow. A receiver may take its claim back: a message that is not claimed
+   arrives all the same.
 
    tests/native/test_ring_model.py tries all interleavings of the two ends. */
 
 #include "messages.h"
 
 #include "copying.h"
+#include "fetching.h"
 
 /* Bytes that an end copies before it announces them. The other end copies them at the same time,
    from cache to cache. A short message has small chunks, so that the other end begins early and
@@ -43,6 +41,11 @@
 #define CHUNK_BYTES ((size_t)8 << 10)
 #endif
 #define CHUNK_BYTES_MOST (8 * CHUNK_BYTES)
+/* Bytes that the kernel copies at a time. In between, the rank sees whether another one has failed, and
+   a thread that holds the interpreter lock lets it go. */
+#ifndef FETCHED_AT_ONCE
+#define FETCHED_AT_ONCE ((size_t)16 << 20)
+#endif
 
 /* Returns how many of the bytes that are left are copied before the next announcement: whole cache
    lines. */
@@ -145,13 +148,20 @@ static void shorten_head(struct exchange *x)
 }
 
 /* Takes note of the prefix of the next message. */
-static void note_prefix(struct exchange *x, struct ring *r, int64_t *words)
+static void note_prefix(struct exchange *x, struct end *e, int64_t *words)
 {
+    struct ring *r = &e->ring;
     int64_t lengths = words[2];
     r->left = (size_t)words[0];
     r->words = r->room = 0;
-    if (lengths >= 0)
+    r->end = e->position + (r->left + 7) / 8 * 8;
+    r->source = NULL;
+    if (lengths >= 0) {
+        r->fetches = (lengths & LEFT_TO_RECEIVER) != 0;
+        if (x->messages->pids != NULL)
+            r->source = (const char *)(intptr_t)(lengths & ~LEFT_TO_RECEIVER);
         return;
+    }
     r->room = (0 - (size_t)lengths) / HEAD_BYTES;
     r->words = (0 - (size_t)lengths) % HEAD_BYTES;
     words[2] = 0;
@@ -208,12 +218,51 @@ static int send_pieces(struct exchange *x, struct end *e)
     return x->at == x->count && (!claimed(x, e) || r->seen == x->stop);
 }
 
+/* Claims the running message, and has the kernel copy what is left of it, or the next part, from the
+   sender's memory. The sender changes that memory only when the receiver has read it, or when the sender has
+   given up. Then it has broken the communicator or withdrawn its messages before, so the copy is valid if
+   neither is the case afterwards. If it is not valid, or if the sender has announced the whole message before
+   the claim, the receiver takes its claim back and reads from the ring. */
+static void fetch_part(struct exchange *x, struct end *e, char *to, size_t nbytes, size_t *done)
+{
+    struct ring *r = &e->ring;
+    const struct messages *m = x->messages;
+    size_t count = smaller(nbytes - *done, FETCHED_AT_ONCE);
+    __atomic_store_n(r->claim, r->end, __ATOMIC_SEQ_CST);
+    r->seen = __atomic_load_n(r->theirs, __ATOMIC_SEQ_CST);
+    int valid = (int64_t)(r->seen - r->end) < 0
+                && fetch_memory((long)m->pids[e - m->in], to + *done, r->source + *done, count);
+#ifndef __SANITIZE_THREAD__
+    __atomic_thread_fence(__ATOMIC_ACQUIRE); /* the copy comes before the look at the flags */
+#endif
+    if (!valid || __atomic_load_n(m->broken, __ATOMIC_RELAXED)
+        || __atomic_load_n(r->claim + WITHDRAWN, __ATOMIC_RELAXED)) {
+        r->source = NULL;
+        *done = nbytes - r->left;
+        __atomic_store_n(r->claim, r->end - 1, __ATOMIC_SEQ_CST); /* no message ends there */
+        return;
+    }
+    *done += count;
+    x->moved += count;
+    if (*done < nbytes)
+        return;
+    e->position = r->end;
+    r->left = 0;
+    r->source = NULL;
+    announce(r->mine, e->position);
+}
+
 static int read_bytes(struct exchange *x, struct end *e, char *to, size_t nbytes, size_t *done)
 {
     struct ring *r = &e->ring;
     size_t capacity = x->messages->capacity, there;
     int around = beyond_caches(2 * nbytes, 0); /* the sender's array and the receiver's */
     int is_prefix = r->left == 0 && *done < nbytes;
+    if (!is_prefix && r->source != NULL && r->fetches) {
+        fetch_part(x, e, to, nbytes, done);
+        if (r->source != NULL)
+            return 0;
+    }
     while (*done < nbytes) {
         size_t left = nbytes - *done, count, gap = is_prefix ? 0 : missing(r, nbytes, *done, &left);
         if (gap > 0) {
@@ -235,106 +284,22 @@ static int read_bytes(struct exchange *x, struct end *e, char *to, size_t nbytes
         r->left -= is_prefix ? 0 : count;
     }
     if (is_prefix && *done == nbytes)
-        note_prefix(x, r, (int64_t *)(void *)to);
+        note_prefix(x, e, (int64_t *)(void *)to);
     return *done == nbytes;
 }
 
-size_t exchange_claim(struct exchange *x)
+int exchange_hurry(struct exchange *x)
 {
-    if (!(x->pending & RECEIVING) || !x->matched || x->found != NULL || x->address == NULL
-        || x->fitting != NULL || x->damage || x->messages->carrier != &rings)
+    int was_limited = x->pending & SENDING && x->ahead < x->messages->capacity, claims = 0;
+    if (x->messages->carrier != &rings)
         return 0;
-    struct ring *r = &x->messages->in[x->from].ring;
-    __atomic_store_n(r->claim, x->end, __ATOMIC_SEQ_CST);
-    r->seen = __atomic_load_n(r->theirs, __ATOMIC_SEQ_CST);
-    return (int64_t)(r->seen - x->end) >= 0 ? 0 : x->nbytes - x->done;
-}
-
-void exchange_fetched(struct exchange *x)
-{
-    x->fetched = 1;
-    x->done = x->nbytes;
-    x->messages->in[x->from].position = x->end;
-    x->messages->in[x->from].ring.left = 0;
-}
-
-/* -- one copy or two ---------------------------------------------------------------------- */
-
-/* Bytes from which a receiver measures: shorter messages take about as long as asking the kernel. */
-#ifndef MEASURED_BYTES
-#define MEASURED_BYTES ((size_t)64 << 10)
-#endif
-/* Messages after which the way that costs more is tried again; the number doubles up to the most as
-   long as the same way is better. */
-enum { FIRST_PAUSE = 8, MOST_PAUSE = 512 };
-/* A cost that seems to grow may be that of a sender that was late. So it grows by this factor at most,
-   message by message, and falls at once. */
-#define GROWTH 1.1
-/* The ways change only if the other one costs less than this share. */
-#define LESS 0.9
-
-/* Returns the place among the ways of a ring. */
-static int place_of(size_t nbytes, int both)
-{
-    return (nbytes < (size_t)1 << 20 ? 0 : nbytes < (size_t)8 << 20 ? 1 : 2) + (both ? 3 : 0);
-}
-
-static int fetches(const struct ring *r, size_t nbytes, int both)
-{
-    return nbytes >= MEASURED_BYTES
-           && (__atomic_load_n(r->claim + 1, __ATOMIC_RELAXED) >> place_of(nbytes, both) & 1);
-}
-
-int ring_fetches(const struct ring *r, size_t nbytes)
-{
-    return fetches(r, nbytes, 0);
-}
-
-void exchange_pair(struct exchange *x)
-{
-    x->both = x->claimable;
-    if (x->both && x->messages->carrier == &rings) {
-        size_t nbytes = x->pieces[x->lead + 1].nbytes, capacity = x->messages->capacity;
-        x->ahead = fetches(&x->messages->out[x->to].ring, nbytes, 1) ? smaller(capacity, MEASURED_BYTES)
-                                                                     : capacity;
+    x->ahead = x->messages->capacity;
+    if (x->pending & RECEIVING && x->matched && x->found == NULL) {
+        struct ring *r = &x->messages->in[x->from].ring;
+        claims = r->source != NULL && !r->fetches;
+        r->fetches |= claims;
     }
-}
-
-void exchange_choose(struct exchange *x, int64_t now)
-{
-    x->since = now;
-    x->fetches = x->address != NULL && fetches(&x->messages->in[x->from].ring, x->nbytes, x->both);
-}
-
-/* Notes the cost of a message in ns per byte; returns whether the next one is to be fetched. */
-static int next_way(struct ways *w, int fetched, double cost)
-{
-    double *known = &w->cost[fetched];
-    *known = *known == 0 || cost < GROWTH * *known ? cost : GROWTH * *known;
-    int better = w->better ? w->cost[0] >= LESS * w->cost[1] : w->cost[1] < LESS * w->cost[0];
-    if (better != w->better || w->pause == 0)
-        w->left = w->pause = FIRST_PAUSE;
-    w->better = better;
-    if (--w->left >= 0)
-        return better;
-    w->left = w->pause = w->pause < MOST_PAUSE ? 2 * w->pause : MOST_PAUSE;
-    return !better;
-}
-
-/* The ways belong to the owner of the end. A message that has ended while another exchange has the end
-   is not measured. */
-void exchange_timed(struct exchange *x, int64_t now)
-{
-    struct end *e = &x->messages->in[x->from];
-    if (x->address == NULL || x->nbytes < MEASURED_BYTES || x->fetched != x->fetches || !end_take(e))
-        return;
-    int place = place_of(x->nbytes, x->both);
-    int fetches = next_way(&e->ring.ways[place], x->fetched,
-                           (double)(now - x->since) / (double)x->nbytes);
-    uint64_t *bits = e->ring.claim + 1, bit = UINT64_C(1) << place;
-    if (!(__atomic_load_n(bits, __ATOMIC_RELAXED) & bit) != !fetches)
-        __atomic_fetch_xor(bits, bit, __ATOMIC_RELAXED);
-    end_leave(x->messages, e);
+    return was_limited || claims;
 }
 
 const struct carrier rings = {8, 0, may_have, has, read_bytes, send_pieces, announce_end};

@@ -2,6 +2,7 @@
    does not fit into the window of flow.c is only announced, and leaves once it has been granted. */
 
 #include "messages.h"
+#include "fetching.h"
 
 #include <string.h>
 
@@ -9,6 +10,12 @@
 #ifndef CLAIMED_BYTES
 #define CLAIMED_BYTES ((size_t)64 << 10)
 #endif
+
+/* Whether a message is left to its receiver, which has the kernel copy it once. */
+static int is_left(const struct messages *m, const void *bytes, size_t nbytes)
+{
+    return m->pids != NULL && nbytes >= LEAST_LEFT && lies_in_huge_pages(m->page_map, bytes, nbytes);
+}
 
 static void add(struct exchange *x, const void *bytes, size_t nbytes)
 {
@@ -35,14 +42,13 @@ void exchange_send(struct exchange *x, int to, int64_t tag, const void *bytes, s
         w += PREFIX + HEAD_WORDS;
     }
     if (!inlined) {
-        x->claimable = claimable && nbytes >= CLAIMED_BYTES && !x->messages->carrier->has_window;
-        if (x->claimable && x->messages->carrier == &rings
-            && ring_fetches(&x->messages->out[to].ring, nbytes))
-            /* The receiver fetches such a message at once; see go_on() in messages_type.c. */
+        int left = is_left(x->messages, bytes, nbytes);
+        x->claimable = left || (claimable && x->messages->claims && nbytes >= CLAIMED_BYTES);
+        if (left)
             x->ahead = smaller(x->ahead, CLAIMED_BYTES);
         w[0] = (int64_t)nbytes;
         w[1] = tag + (words != NULL ? PAYLOAD_TAG : 0);
-        w[2] = x->claimable ? (int64_t)(intptr_t)bytes : 0;
+        w[2] = x->claimable ? (int64_t)(intptr_t)bytes | (left ? LEFT_TO_RECEIVER : 0) : 0;
         x->lead = x->count;
         add(x, w, 8 * PREFIX);
     }

@@ -1,5 +1,5 @@
-/* The arrival of ranks at a call, and the two kinds of call that need little more: short calls, and
-   long calls in symmetric memory.
+/* The arrival of ranks at a call, and the kinds of call that need little more: short calls, long calls
+   in symmetric memory, and those in which the kernel copies from a peer's array.
 
    Each rank has a line of words in shared memory. The line holds the number of steps that the rank
    has made, and two digests: of its call in even steps and of its call in odd steps. Before a rank
@@ -18,11 +18,13 @@
    In a short call a rank writes its input into its area, arrives, and reads the inputs of the other
    ranks. In a long call a rank announces the places of its arrays when it arrives. If the arrays of
    all ranks are in one symmetric segment, the ranks read them there, and a second step tells that
-   all ranks have read. If not, the call goes on as a short one, if all inputs have been written
-   ahead of the arrival (writes_ahead()), or it is staged (staging.c). */
+   all ranks have read. It is the same if the kernel copies quickly from all inputs (is_left()). If not,
+   the call goes on as a short one, if all inputs have been written ahead of the arrival
+   (writes_ahead()), or it is staged (staging.c). */
 
 #include "shared.h"
 #include "copying.h"
+#include "fetching.h"
 #include "sleeping.h"
 
 #include <string.h>
@@ -32,6 +34,9 @@
 #define MOST_EIGHTHS_AHEAD 5
 /* Bytes of all inputs in a call that folds what was written ahead, at most. */
 #define MOST_FOLDED_AHEAD ((size_t)256 << 10)
+/* In place of the number of a segment: the input is left to the kernel, and the next word is its address
+   in the memory of its rank. */
+#define LEFT UINT64_MAX
 
 /* Announces a value of one of this rank's counters, and wakes the ranks that nap. There is no fence
    between the store and the load of sleepers, for the reason in sleeping.h. */
@@ -173,26 +178,35 @@ static void fold_sources(struct shared *s, const struct plan *p, size_t from, si
     }
 }
 
-/* Sets dst to this rank's result, which is read or folded from s->sources. */
-static void read_sources(struct shared *s, const struct plan *p, char *dst, char *scratch)
+/* Sets dst to this rank's result, which is read or folded from s->sources. With pids, the sources are
+   addresses in the processes of their ranks. Returns 0, or UNREADABLE. */
+static int read_sources(struct shared *s, const struct plan *p, char *dst, char *scratch,
+                        const uint64_t *pids)
 {
     size_t from = splits(p) ? start_of(s, p, s->rank) : 0;
     size_t piece = splits(p) ? length_of(s, p, s->rank) : 0;
     if (!takes(s, p))
-        return;
+        return 0;
     if (p->fold != NULL) {
         fold_sources(s, p, from, splits(p) ? piece : p->count, dst, scratch);
-        return;
+        return 0;
     }
     for (int i = 0; i < s->size; i++) {
         int rank = (s->rank + i) % s->size;
         size_t count = splits(p) ? piece : input_length(s, p, rank);
         size_t at = !joins(p) ? 0 : splits(p) ? rank * piece : p->starts[rank];
         const char *source = s->sources[rank] + from * p->item;
-        if ((from_root(p) && rank != p->root) || source == dst + at * p->item)
+        if (from_root(p) && rank != p->root)
             continue;
-        copy(dst + at * p->item, source, count * p->item);
+        if (pids == NULL || rank == s->rank) {
+            if (source != dst + at * p->item)
+                copy(dst + at * p->item, source, count * p->item);
+        } else if (!fetch_memory((long)pids[rank], dst + at * p->item, source, count * p->item)) {
+            s->damaging = rank;
+            return UNREADABLE;
+        }
     }
+    return 0;
 }
 
 /* -- kinds of call -------------------------------------------------------------------------- */
@@ -246,8 +260,7 @@ static int read_inputs(struct shared *s, const struct plan *p, size_t ahead, con
     if (p->operation == BROADCAST && s->rank == p->root && src == dst)
         return 0;
     /* The inputs are read from the areas, never from dst, so dst may hold intermediate results. */
-    read_sources(s, p, dst, NULL);
-    return 0;
+    return read_sources(s, p, dst, NULL, NULL);
 }
 
 static int short_call(struct shared *s, const struct plan *p, uint64_t step, const char *src,
@@ -343,7 +356,7 @@ static int in_place(struct shared *s, const struct plan *p, char *dst)
 {
     char *scratch = (char *)s->stages[s->rank].areas[0];
     if (p->operation != ALL_REDUCE) {
-        read_sources(s, p, dst, scratch);
+        read_sources(s, p, dst, scratch, NULL);
         return depart(s);
     }
     size_t chunk = s->least_long / p->item, stop = start_of(s, p, s->rank + 1);
@@ -386,6 +399,49 @@ static int have_written(const struct shared *s, const struct plan *p, int locati
     return written;
 }
 
+/* Whether peers read the input of a rank in a call that moves data. */
+static int is_read(const struct plan *p, int rank)
+{
+    return from_root(p) ? rank == p->root : p->operation != GATHER || rank != p->root;
+}
+
+/* Whether this rank leaves its input to the kernel, which copies it once to each peer. In a broadcast and
+   a gather beyond the caches two copies are quicker: there the one rank's copies take all the time, and
+   those of a staged call bypass the caches. */
+static int is_left(const struct shared *s, const struct plan *p, const char *src)
+{
+    size_t nbytes = input_bytes(s, p);
+    int one_array = is_one_of(p, 1u << BROADCAST | 1u << GATHER);
+    return s->pids != NULL && p->fold == NULL && is_read(p, s->rank) && nbytes >= LEAST_LEFT
+           && !(one_array && beyond_caches(touched_bytes(s, p, 0), 0))
+           && lies_in_huge_pages(s->page_map, src, nbytes);
+}
+
+/* Sets s->sources to the addresses of the inputs, if all that are read are left to the kernel. Returns
+   whether they are, with the same answer on all ranks. An address need not be checked: at worst the
+   kernel reads the wrong memory of the peer that has written it. */
+static int find_left(struct shared *s, const struct plan *p, const char *src, int location)
+{
+    if (s->pids == NULL || p->fold != NULL)
+        return 0;
+    for (int rank = 0; rank < s->size; rank++) {
+        const uint64_t *words = s->stages[rank].line + location;
+        if (is_read(p, rank) && __atomic_load_n(words, __ATOMIC_RELAXED) != LEFT)
+            return 0;
+        s->sources[rank] = (const char *)(uintptr_t)__atomic_load_n(words + 1, __ATOMIC_RELAXED);
+    }
+    s->sources[s->rank] = src;
+    return 1;
+}
+
+/* Makes a call in which each rank has the kernel copy what it needs from the inputs of its peers. If the
+   kernel refuses since a peer has died, the wait notices that. */
+static int fetch(struct shared *s, const struct plan *p, char *dst)
+{
+    int unread = read_sources(s, p, dst, NULL, s->pids), failed = depart(s);
+    return failed ? failed : unread;
+}
+
 static int long_call(struct shared *s, const struct plan *p, uint64_t step, const char *src,
                      char *dst)
 {
@@ -396,12 +452,18 @@ static int long_call(struct shared *s, const struct plan *p, uint64_t step, cons
         words[2 * which] = s->inside[which] ? s->inside[which]->number : 0;
         words[2 * which + 1] = s->offset[which];
     }
-    if (writes && sends(s, p) && s->inside[0] == NULL && (failed = write_input(s, p, src)))
+    if (s->inside[0] == NULL && is_left(s, p, src)) {
+        words[0] = LEFT;
+        words[1] = (uintptr_t)src;
+    }
+    if (writes && sends(s, p) && words[0] == 0 && (failed = write_input(s, p, src)))
         return failed;
     if ((failed = arrive(s, step, p->digest)))
         return failed;
     if (writes && have_written(s, p, location))
         return read_inputs(s, p, ahead, src, dst);
+    if (find_left(s, p, src, location))
+        return fetch(s, p, dst);
     mapped = find_arrays(s, p, 0, location, (char **)s->sources);
     if (mapped > 0 && p->operation == ALL_REDUCE)
         mapped = find_arrays(s, p, 1, location, s->results);

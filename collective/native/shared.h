@@ -61,6 +61,8 @@ struct shared {
     int rank, size;
     size_t area_bytes, least_long;
     int crowded;     /* whether ranks share cores */
+    uint64_t *pids;       /* by rank: its process, if all ranks may read each other's memory; or NULL */
+    int page_map;         /* for lies_in_huge_pages() */
     size_t ahead;    /* offset of the next short call's input in the two areas, if not small */
     uint64_t blocks; /* number of blocks of all staged calls so far, equal on all ranks; the
                         counters of the next staged call begin there */
@@ -85,7 +87,8 @@ struct shared {
        by rank. */
     uint64_t *announced;
     int all_announced;
-    /* After DAMAGED: the rank that has written an impossible value, and a text about the value. */
+    /* After DAMAGED: the rank that has written an impossible value, and a text about the value. After
+       UNREADABLE: the rank whose memory the kernel does not read. */
     int damaging;
     const char *damage;
 };
@@ -110,7 +113,7 @@ struct plan {
 /* The results of a call other than 0. After DIFFERENT nothing has been written, and the ranks may
    go on. After any other result the communicator is broken or must be broken, and the caller does
    not use the struct shared again. */
-enum { DIFFERENT = 1, BROKEN = -2, DAMAGED = -3, /* or the result of wait */ };
+enum { DIFFERENT = 1, BROKEN = -2, DAMAGED = -3, UNREADABLE = -5, /* or the result of wait */ };
 
 /* Whether a peer's counter has reached value. No undamaged counter is above most. The unsigned
    differences make a counter above most count as not reached, so that the rank that waits for it
@@ -186,6 +189,7 @@ size_t length_of(const struct shared *shared, const struct plan *plan, int rank)
 void announce(struct shared *shared, enum word word, uint64_t value);
 int await(struct shared *shared, int rank, enum word word, uint64_t value);
 int await_all(struct shared *shared, enum word word, uint64_t value);
+size_t touched_bytes(const struct shared *shared, const struct plan *plan, int in_place);
 int stage(struct shared *shared, const struct plan *plan, const char *src, char *dst);
 
 #endif

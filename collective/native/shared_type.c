@@ -155,14 +155,16 @@ void shared_record(void *context)
 
 /* -- Shared --------------------------------------------------------------------------------- */
 
-/* Shared(segment, rank, size, lines, calls, areas, area_bytes, least_long, crowded, callbacks) */
+/* Shared(segment, rank, size, lines, calls, areas, area_bytes, least_long, crowded, callbacks, pids=None,
+   page_map=-1) */
 static int read_shared(Shared *self, PyObject *args)
 {
     struct shared *s = &self->shared;
-    PyObject *memory, *callbacks;
+    PyObject *memory, *callbacks, *pids = Py_None;
     Py_ssize_t lines, calls, areas, area_bytes, least_long;
-    if (!PyArg_ParseTuple(args, "OiinnnnnpO:Shared", &memory, &s->rank, &s->size, &lines, &calls,
-                          &areas, &area_bytes, &least_long, &s->crowded, &callbacks)
+    if (!PyArg_ParseTuple(args, "OiinnnnnpO|Oi:Shared", &memory, &s->rank, &s->size, &lines, &calls,
+                          &areas, &area_bytes, &least_long, &s->crowded, &callbacks,
+                          &pids, &s->page_map)
         || PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
         return -1;
     self->callbacks = Py_NewRef(callbacks);
@@ -197,6 +199,8 @@ static int read_shared(Shared *self, PyObject *args)
         PyErr_NoMemory();
         return -1;
     }
+    if (read_pids(pids, size, &s->pids) < 0)
+        return -1;
     unsigned char *base = self->memory.buf;
     for (Py_ssize_t rank = 0; rank < size; rank++)
         s->stages[rank] = (struct stage){
@@ -235,6 +239,7 @@ static void shared_dealloc(PyObject *object)
     free(self->shared.sources);
     free(self->shared.results);
     free(self->shared.announced);
+    free(self->shared.pids);
     object_dealloc(object);
 }
 
@@ -248,6 +253,18 @@ int read_words(PyObject *sequence, int size, uint64_t *words)
             return -1;
     }
     return 0;
+}
+
+int read_pids(PyObject *sequence, Py_ssize_t size, uint64_t **pids)
+{
+    if (sequence == Py_None)
+        return 0;
+    *pids = calloc((size_t)size, sizeof **pids);
+    if (*pids == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return read_words(sequence, (int)size, *pids);
 }
 
 /* Inserts a segment; returns 0 if there is no memory. The caller has the critical section. */

@@ -40,6 +40,9 @@ void shared_record(void *self);
 
 /* Reads one integer for each rank; returns 0, or -1 with an exception. */
 int read_words(PyObject *sequence, int size, uint64_t *words);
+/* Sets *pids to the ranks' processes, or leaves it if the sequence is None; returns 0, or -1 with an
+   exception. */
+int read_pids(PyObject *sequence, Py_ssize_t size, uint64_t **pids);
 
 /* The method Shared.plan(), of plan.c. */
 PyObject *plan_new(PyObject *shared, PyObject *args);

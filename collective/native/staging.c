@@ -57,7 +57,7 @@ static int is_cut(const struct plan *p)
 }
 
 /* Returns the bytes of all arrays that the ranks together read and write in a call. */
-static size_t touched_bytes(const struct shared *s, const struct plan *p, int in_place)
+size_t touched_bytes(const struct shared *s, const struct plan *p, int in_place)
 {
     int one_output = p->operation == REDUCE || p->operation == GATHER
                      || (splits(p) && p->operation != ALL_TO_ALL);

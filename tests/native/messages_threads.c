@@ -30,6 +30,7 @@ static struct messages all[MOST_RANKS];
 /* The flags say that ranks nap, so that senders wake them. No thread really naps here. */
 static uint32_t sleepers = 1;
 static uint64_t asleep[MOST_RANKS] = {1, 1};
+static uint64_t broken, pids[MOST_RANKS]; /* 0: copies may fail */
 
 static uint32_t draw(uint32_t *state)
 {
@@ -59,39 +60,20 @@ static const char *message(int call, int rank, int lane)
     return drawn + draw(&state) % OFFSETS;
 }
 
-/* Copy what is left of a message, if it can be claimed. */
-static void fetch(struct exchange *x)
-{
-    size_t rest = exchange_claim(x);
-    if (rest > 0) {
-        memcpy(x->bytes + x->done, x->address + x->done, rest);
-        exchange_fetched(x);
-    }
-}
-
-/* Drive an exchange as messages_type.c does, but read the sender's memory in this process. Each way takes
-   some time that changes from call to call, so that the receivers choose both ways. */
+/* Drive an exchange as messages_type.c does. */
 static void run(struct exchange *x, int call)
 {
-    int64_t now = 1;
     for (int idle = 0; x->pending;) {
         int steps = exchange_step(x);
-        if (x->pending && x->matched && x->since == 0)
-            exchange_choose(x, now);
-        if (x->pending && x->fetches)
-            fetch(x);
         if (steps) {
             idle = 0;
         } else if (++idle > LOOKS) {
-            fetch(x);
+            exchange_hurry(x);
             messages_progress(x->messages);
             sched_yield();
         }
         check(x->damage == NULL, x->damage, call, x->messages->rank, x->nbytes);
     }
-    now += (int64_t)(call * 2654435761u >> 8);
-    if (x->since != 0)
-        exchange_timed(x, now);
 }
 
 static size_t length(uint32_t *state)
@@ -173,8 +155,6 @@ static void one_call(struct messages *m, int lane, int call, size_t nbytes, int 
     else
         exchange_recv(&x, any && !misfits ? 0 : left, any && !misfits ? ranks - 1 : left, lane, out,
                       nbytes, misfits ? other : heads ? words : NULL);
-    if (!drains && call % 2)
-        exchange_pair(&x);
     run(&x, call);
     check(x.misfit == misfits && x.draining == drains, "what was left", call, m->rank, nbytes);
     memset(src, 99, nbytes);
@@ -240,7 +220,8 @@ int main(int count, char **arguments)
     for (int rank = 0; rank < ranks; rank++) {
         struct messages *m = &all[rank];
         *m = (struct messages){.rank = rank, .size = ranks, .carrier = streaming ? &streams : &rings,
-                               .capacity = ring_bytes,
+                               .capacity = ring_bytes, .broken = &broken,
+                               .pids = streaming ? NULL : pids, .claims = !streaming,
                                .in = calloc(ranks, sizeof *m->in),
                                .out = calloc(ranks, sizeof *m->out),
                                .sleepers = streaming ? NULL : &sleepers, .asleep = asleep,
@@ -250,9 +231,6 @@ int main(int count, char **arguments)
             char *out = memory + (rank * ranks + peer) * (4096 + ring_bytes);
             for (int word = 0; word < 3; word++)
                 ((uint64_t *)in)[64 * word] = ((uint64_t *)out)[64 * word] = start;
-            /* Whether the receiver fetches at once. */
-            ((uint64_t *)in)[129] = seed >> peer & 1;
-            ((uint64_t *)out)[129] = seed >> rank & 1;
             m->in[peer].position = m->out[peer].position = start;
             m->in[peer].ring = (struct ring){.seen = start, .mine = (uint64_t *)(in + 512),
                                              .theirs = (uint64_t *)in,

@@ -34,6 +34,7 @@ static struct stage stages[MOST_RANKS];
 static uint32_t sleepers = 1;
 static char *heaps[MOST_RANKS];
 static uint64_t broken; /* set by the rank that gives up */
+static uint64_t pids[MOST_RANKS]; /* odd: no copy fails */
 
 /* Random generator with the same numbers on all ranks and machines (Marsaglia's xorshift). */
 static uint32_t draw(uint32_t *state)
@@ -270,7 +271,7 @@ static void *rank_main(void *argument)
     struct shared shared = {.rank = (int)(intptr_t)argument, .size = ranks, .stages = stages,
                             .area_bytes = area_bytes, .least_long = area_bytes / 32 * 3,
                             .crowded = seed % 2, .looks = 20, .wait = wait_for, .arrived = go_on,
-                            .broken = &broken, .sleepers = &sleepers,
+                            .broken = &broken, .sleepers = &sleepers, .pids = pids,
                             .sources = calloc(ranks, sizeof(char *)),
                             .results = calloc(ranks, sizeof(char *)),
                             .announced = calloc(ranks, ANNOUNCED * sizeof(uint64_t))};
@@ -342,6 +343,8 @@ int main(int count, char **arguments)
     if (count != 6)
         return 2;
     ranks = atoi(arguments[1]);
+    for (int rank = 0; rank < ranks; rank++)
+        pids[rank] = 1;
     calls = atoi(arguments[2]);
     area_bytes = (size_t)atol(arguments[3]);
     seed = (unsigned)atol(arguments[4]);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from collective.deadline import Deadline
+from tests.support.huge_pages import in_huge_pages, needs_huge_pages, page_map
 
 core = pytest.importorskip("collective.native._core", reason="the native core is not built")
 
@@ -20,6 +21,8 @@ Array = np.ndarray[Any, Any]
 RINGS, RING_BYTES, PAGE = 4096, 8192, 4096
 ANY, NOBODY = -1, -2
 HEAD_ROOM, CLAIMED = 896, 64 << 10
+# Index of the word in which rank 1 claims a message of rank 0.
+CLAIM = RINGS // 8 + 128
 
 
 class Damaged(Exception):
@@ -31,17 +34,15 @@ class Ends:
 
     Attributes:
         waits: arguments of each call of ``wait``.
-        fetched: number of bytes that ``fetch`` has copied.
         patient: whether a wait continues; if false, a wait raises.
     """
 
     def __init__(
-        self, size: int = 2, looks: int = 20, patient: bool = True, pid: int | None = None
+        self, size: int = 2, patient: bool = True, pid: int | None = None, claims: bool = True
     ) -> None:
         self.memory = bytearray(RINGS + size * (size - 1) * (PAGE + RING_BYTES))
         self.words = memoryview(self.memory).cast("q")
         self.waits: list[tuple[int, int, int, float]] = []
-        self.fetched = 0
         self.patient = patient
         self.each = [
             core.make_messages(
@@ -50,11 +51,12 @@ class Ends:
                 size,
                 RINGS,
                 RING_BYTES,
-                looks,
-                True,
+                20,
+                claims,
                 self,
                 0,
                 pid and [pid] * size,
+                page_map(),
             )
             for rank in range(size)
         ]
@@ -67,10 +69,6 @@ class Ends:
         while advance():
             if not self.patient:
                 raise TimeoutError("late")
-
-    def fetch(self, rank: int, address: int, out: Any, tag: int) -> None:
-        self.fetched += len(out)
-        ctypes.memmove(np.frombuffer(out, np.uint8).ctypes.data, address, len(out))
 
     def moved(self, to: int, source: int, tag: int) -> None:
         raise Damaged(f"to {to} from {source} tag {tag}: other memory")
@@ -234,62 +232,78 @@ def test_mutual_exchange_does_not_deadlock(kind: str, nbytes: int) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("pid", "by_python"),
-    [
-        pytest.param(None, True, id="by-Python"),
-        pytest.param(0, False, id="by-C"),
-        pytest.param((1 << 31) - 1, True, id="no-process"),
-    ],
-)
-def test_rest_of_message_of_stopped_sender_is_fetched(pid: int | None, by_python: bool) -> None:
-    ends, x = Ends(patient=False, pid=os.getpid() if pid == 0 else pid), data(1 << 20)
+def written(ends: Ends) -> int:
+    """Return the number of bytes that rank 0 has written into its ring to rank 1."""
+    return int(ends.words[RINGS // 8])
+
+
+def send_late(ends: Ends, x: Array) -> None:
+    """Write the part of a message that fits into the ring."""
     with pytest.raises(TimeoutError):
-        ends.send(x)  # writes the part that fits into the ring
-    out = np.empty_like(x)
+        ends.send(x)
+
+
+@pytest.mark.parametrize("pid", [os.getpid(), (1 << 31) - 1], ids=["fetched", "no-process"])
+def test_message_of_stopped_sender_needs_no_sender_if_kernel_copies(pid: int) -> None:
+    ends, x = Ends(patient=False, pid=pid), data(1 << 20)
+    send_late(ends, x)
+    out, fetched = np.zeros_like(x), pid == os.getpid()
+    with contextlib.nullcontext() if fetched else pytest.raises(TimeoutError):
+        assert ends.receive(out) == 0
+    assert (out.tobytes() == x.tobytes()) == fetched
+
+
+@needs_huge_pages
+@pytest.mark.parametrize("claims", [True, False])
+def test_message_in_huge_pages_is_fetched_at_once(claims: bool) -> None:
+    ends, x = Ends(pid=os.getpid(), claims=claims), in_huge_pages(4 << 20)
+    out = np.zeros_like(x)
+    sender = in_thread(lambda: ends.send(x))
     assert ends.receive(out) == 0
-    assert (ends.fetched > x.nbytes // 2) == by_python
+    sender.join()
     assert out.tobytes() == x.tobytes()
+    assert ends.words[CLAIM] == written(ends)  # the whole message has been claimed
 
 
-def test_copy_from_memory_of_rank_that_gave_up_is_refused() -> None:
+@needs_huge_pages
+def test_message_in_huge_pages_goes_through_ring_if_kernel_refuses() -> None:
+    ends, x = Ends(pid=(1 << 31) - 1), in_huge_pages(4 << 20)
+    out = np.zeros_like(x)
+    sender = in_thread(lambda: ends.send(x))
+    assert ends.receive(out) == 0
+    sender.join()
+    assert out.tobytes() == x.tobytes()
+    assert ends.words[CLAIM] == written(ends) - 1  # taken back
+
+
+@pytest.mark.parametrize("given_up", ["broken", "withdrawn"])
+def test_copy_from_memory_of_rank_that_gave_up_is_no_message(given_up: str) -> None:
     ends: Any = Ends(pid=os.getpid())
-    x = data(1 << 20)
+    x, out = data(1 << 20), np.zeros(1 << 20, np.uint8)
 
     def wait(advance: Callable[[], int], to: int, *_: Any) -> None:
-        if to == 1:
-            raise TimeoutError("late")
-        with pytest.raises(TimeoutError):
-            ends.send(x)
-        ends.words[0] = 1
-        while advance():
-            pass
+        if to != 1:  # the receive
+            send_late(ends, x)
+            ends.words[0 if given_up == "broken" else CLAIM + 64] = 1
+            for _ in range(3):
+                assert advance()
+        raise TimeoutError("late")
 
-    def fetch(*_: Any) -> None:
-        raise Damaged("broken")
-
-    ends.wait, ends.fetch = wait, fetch
-    with pytest.raises(Damaged, match="broken"):
-        ends.receive(np.empty_like(x))
-
-
-def test_message_is_fetched_when_one_through_the_ring_was_measured() -> None:
-    ends, x = Ends(looks=1 << 22), data(256 << 10)
-    will_fetch = (RINGS + 1024) // 8 + 1
-
-    def carried() -> int:
-        """Return how many bytes of a message are fetched."""
-        out, before = np.empty_like(x), ends.fetched
-        thread = in_thread(lambda: ends.send(x))
+    ends.wait = wait
+    with pytest.raises(TimeoutError, match="late"):
         ends.receive(out)
-        thread.join()
-        assert out.tobytes() == x.tobytes()
-        return ends.fetched - before
+    assert ends.words[CLAIM] % 8 == 7  # taken back
 
-    # A message of a sender that has no processor is fetched, and its time says nothing.
-    while not ends.words[will_fetch]:
-        carried()
-    assert carried() >= x.nbytes - CLAIMED
+
+@needs_huge_pages
+def test_close_withdraws_messages_that_have_not_left() -> None:
+    ends, x = Ends(patient=False, pid=os.getpid()), in_huge_pages(4 << 20)
+    messages = ends.each[0].__self__
+    messages.send(x, 1, 0)
+    messages.end(True)
+    x[:] = 0
+    with pytest.raises(TimeoutError):
+        ends.receive(np.zeros_like(x))
 
 
 def test_error_in_wait_ends_call() -> None:

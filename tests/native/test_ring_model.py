@@ -2,7 +2,7 @@
 
 Each end makes the same steps as the C code, with one word or one piece of data at a time, and the
 test visits every reachable state. The receiver may claim a message at any time, as if the sender
-were not scheduled.
+were not scheduled, and the kernel may refuse the copy.
 """
 
 from __future__ import annotations
@@ -95,11 +95,14 @@ def receives(state: State, pieces: int, messages: int, rules: Rules) -> Iterator
             yield state._replace(claim=end, receiver=("claimed", message, taken))
     elif step == "claimed":
         there = rules.looks_again and state.head >= end
-        yield state._replace(receiver=("look" if there else "fetch", message, taken))
+        yield state._replace(receiver=("withdraw" if there else "fetch", message, taken))
     elif step == "fetch":
         if state.memory != message:
             raise Wrong(f"message {state.memory} in place of {message}")
         yield state._replace(receiver=("tell", message, pieces))
+        yield state._replace(receiver=("withdraw", message, taken))
+    elif step == "withdraw":
+        yield state._replace(claim=0, receiver=("look", message, taken))
     elif step == "read":
         if state.ring[position % rules.capacity] != (message, taken):
             raise Wrong(f"{state.ring[position % rules.capacity]} for {(message, taken)}")

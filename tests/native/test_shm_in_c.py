@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 import pytest
 
 from collective import native
-from collective.backends.shm.layout import SLOT_BYTES
+from collective.backends.shm.layout import LINE, SLOT_BYTES
 from collective.communicator import Communicator
 from collective.errors import CollectiveError
-from collective.memory.dtypes import BY_NAME
-from collective.request import Request
 from collective.testing import run_ranks
+from tests.support.huge_pages import in_huge_pages, needs_huge_pages
 from tests.support.on_ranks import on_ranks, ranks_of
 
 pytest.importorskip("collective.native._core", reason="the native core is not built")
@@ -22,8 +20,7 @@ pytest.importorskip("collective.native._core", reason="the native core is not bu
 # Bytes at which a call changes its method. COUNTS has float32 elements around these limits, and a
 # length of several blocks of pieces.
 _LIMITS = (16, 24 << 10, 64 << 10, SLOT_BYTES)
-# Bytes up to which calls that only move data are staged.
-_LONGEST = 4 << 20
+_POSTED = 40  # as in collective/native/shared.h
 COUNTS = [nbytes // 4 + more for nbytes in _LIMITS for more in (-1, 0, 1)] + [0, 1, 7, 300_003]
 
 
@@ -129,22 +126,22 @@ def test_rank_without_core_makes_all_use_python(
     assert _calls(group, "all_reduce", "ordinary") == []
 
 
+@needs_huge_pages
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "broadcast", "gather", "scatter"])
 @on_ranks("pool")
-def test_crowded_ranks_gather_in_c(comm: Communicator) -> None:
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    try:
-        group: Any = comm.dup()
-    finally:
-        os.sched_setaffinity(0, cores)
-    x = np.arange(_LONGEST // 4 // comm.size, dtype=np.float32) + comm.rank
-    elements = [x.size] * comm.size
-    request = Request("gather", BY_NAME["float32"], x.shape, root=1, elements=elements)
-    assert group.inner.transport._compiled._crowded
-    assert type(group.inner.transport.plan(request)) is native.chosen.extension.Plan
-    result = group.gather(x, root=1)
-    expected = np.concatenate([x - comm.rank + rank for rank in range(comm.size)])
-    assert result is None if comm.rank != 1 else result.tobytes() == expected.tobytes()
+def test_kernel_copies_inputs_in_huge_pages(comm: Communicator, name: str) -> None:
+    x = in_huge_pages(4 << 20).view(np.float32)[: (4 << 18) - 5]
+    numbers = np.arange(x.size, dtype=np.float32)
+    inputs = [numbers + rank for rank in range(comm.size)]
+    x[:] = inputs[comm.rank]
+    options = {"root": 1} if name in _ROOTED else {}
+    control: Any = comm.inner.transport._control  # type: ignore[attr-defined]
+    posted = control.words[(1 + comm.rank) * LINE + _POSTED]
+    for _ in range(2):
+        result = getattr(comm, name)(x, **options)
+    expected = _wanted(name, inputs, comm.rank, 1)
+    assert result is None if name == "gather" and comm.rank != 1 else (result == expected).all()
+    assert control.words[(1 + comm.rank) * LINE + _POSTED] == posted  # no block has been staged
 
 
 @on_ranks("pool")

@@ -20,14 +20,16 @@ _CORE = _HERE.parents[1] / "collective" / "native"
 _ENGINE = ("messages.c", "sending.c", "flow.c", "posted.c", "rings.c")
 # Source of each program, sources of the core in it, and its flags: short pieces make messages long.
 PROGRAMS = {
-    "shared": ("shared_threads.c", "shared.c", "staging.c", "sums.c"),
+    "shared": ("shared_threads.c", "shared.c", "staging.c", "sums.c", "-DLEAST_LEFT=2048"),
     "folds": ("shared_threads.c", "shared.c", "staging.c", "sums.c", "folds.c", "-DFOLDS",
-              "-ffp-contract=off"),
+              "-DLEAST_LEFT=2048", "-ffp-contract=off"),
     "messages": ("messages_threads.c", *_ENGINE, "streams.c", "-DCHUNK_BYTES=128",
-                 "-DCLAIMED_BYTES=2048", "-DMEASURED_BYTES=4096", "-DWINDOW_BYTES=(16<<10)"),
+                 "-DCLAIMED_BYTES=2048", "-DLEAST_LEFT=4096", "-DFETCHED_AT_ONCE=3072",
+                 "-DWINDOW_BYTES=(16<<10)"),
     "claims": ("claims_threads.c", *_ENGINE, "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048",
-               "-DMEASURED_BYTES=4096"),
-    "frames": ("frames_fuzz.c", *_ENGINE, "streams.c", "-DWINDOW_BYTES=(16<<10)"),
+               "-DLEAST_LEFT=2048", "-DFETCHED_AT_ONCE=1024"),
+    "frames": ("frames_fuzz.c", *_ENGINE, "streams.c", "-DLEAST_LEFT=4096",
+               "-DWINDOW_BYTES=(16<<10)"),
     "xla": ("xla_threads.c", "-ldl"),
 }  # fmt: skip
 # Bytes of an area or of a ring. A ring is shorter than a head, as long as some messages, or longer
@@ -53,6 +55,7 @@ def build(name: str, sanitizer: str, folder: Path) -> Path | None:
         return None
     program = folder / Path(PROGRAMS[name][0]).stem
     flags = "-std=gnu11 -O2 -g -Wall -Wextra -Werror -pthread".split()
+    flags += ["-include", str(_HERE / "fetching_here.h")]
     if sanitizer != "none":
         flags += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
         empty = folder / "empty.c"
