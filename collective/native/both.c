@@ -130,7 +130,7 @@ static PyObject *exchange_both(PyObject *module, PyObject *args)
     }
     both.streamed = &both.halves[streamed];
     exchange_send(&both.halves[0].exchange, to, tag, views[0].address, views[0].nbytes,
-                  heads ? head_of(&views[0], AN_ARRAY, words) : NULL, 1);
+                  heads ? head_of(&views[0], AN_ARRAY, words) : NULL, EXCHANGES);
     exchange_recv(&both.halves[1].exchange, source, source, tag, views[1].address, views[1].nbytes,
                   heads ? head_of(&views[1], AN_ARRAY, fitting) : NULL);
     Messages *over = both.streamed->over;

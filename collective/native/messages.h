@@ -162,6 +162,9 @@ struct piece {
 
 enum { SENDING = 1, RECEIVING = 2, PARTIAL = 4 };
 
+/* Who sends: a posted operation, a call that only sends, or one that receives, too. */
+enum sender { POSTS, SENDS, EXCHANGES };
+
 /* One message to send, one to receive, or both. The owner calls exchange_step until nothing is
    pending. A step never waits and needs no interpreter lock. The struct must stay where it is. */
 struct exchange {
@@ -210,7 +213,7 @@ extern const char NO_MEMORY[], STREAM_ENDED[];
    no words gets the head and these elements as two messages. */
 void exchange_begin(struct exchange *x, struct messages *messages);
 void exchange_send(struct exchange *x, int to, int64_t tag, const void *bytes, size_t nbytes,
-                   const int64_t *words, int claimable);
+                   const int64_t *words, enum sender sender);
 void exchange_recv(struct exchange *x, int first, int last, int64_t tag, void *bytes,
                    size_t nbytes, const int64_t *words);
 /* Marks the message that is sent, and says which mark the received one must have (streams). */

@@ -245,7 +245,7 @@ static int begin(Call *call, struct arrays *arrays, PyObject *const *args)
     exchange_begin(x, m);
     if (sends)
         exchange_send(x, (int)to, tag, src->address, src->nbytes,
-                      heads ? head_of(src, kind, words) : NULL, 1);
+                      heads ? head_of(src, kind, words) : NULL, receives ? EXCHANGES : SENDS);
     /* If x and out overlap, nothing is received before x has been sent: a received message would
        overwrite elements that are still to be sent. */
     int overlap = src->address < dst->address + dst->nbytes

@@ -312,7 +312,7 @@ int post_send(struct messages *m, struct posted *p, const void *bytes, size_t nb
     o->copy = NULL;
     o->copied = 0;
     exchange_begin(&o->exchange, m);
-    exchange_send(&o->exchange, p->to, p->tag, bytes, nbytes, NULL, 0);
+    exchange_send(&o->exchange, p->to, p->tag, bytes, nbytes, NULL, POSTS);
     o->exchange.queued = 1;
     while (__atomic_exchange_n(&e->flushing, 1, __ATOMIC_ACQUIRE))
         sched_yield();

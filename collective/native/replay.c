@@ -136,7 +136,7 @@ static int run_exchange(const Replay *self, Call *call, const struct step *s, ch
     exchange_begin(&call->exchange, &over->messages);
     if (s->to >= 0)
         exchange_send(&call->exchange, (int)s->to, COLLECTIVE_TAG, left, (size_t)s->left_bytes, NULL,
-                      1);
+                      s->source >= 0 ? EXCHANGES : SENDS);
     if (s->source >= 0)
         exchange_recv(&call->exchange, (int)s->source, (int)s->source, COLLECTIVE_TAG, out,
                       (size_t)s->right_bytes, NULL);

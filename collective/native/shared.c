@@ -183,6 +183,7 @@ static void fold_sources(struct shared *s, const struct plan *p, size_t from, si
 static int read_sources(struct shared *s, const struct plan *p, char *dst, char *scratch,
                         const uint64_t *pids)
 {
+    int around = pids != NULL && beyond_caches(touched_bytes(s, p, 0), 0);
     size_t from = splits(p) ? start_of(s, p, s->rank) : 0;
     size_t piece = splits(p) ? length_of(s, p, s->rank) : 0;
     if (!takes(s, p))
@@ -200,7 +201,7 @@ static int read_sources(struct shared *s, const struct plan *p, char *dst, char 
             continue;
         if (pids == NULL || rank == s->rank) {
             if (source != dst + at * p->item)
-                copy(dst + at * p->item, source, count * p->item);
+                copy_to_result(dst + at * p->item, source, count * p->item, around);
         } else if (!fetch_memory((long)pids[rank], dst + at * p->item, source, count * p->item)) {
             s->damaging = rank;
             return UNREADABLE;

@@ -71,7 +71,7 @@ static void *send_all(void *argument)
         struct exchange x;
         memcpy(array, expected[call % LATER], NBYTES);
         exchange_begin(&x, &sender_end);
-        exchange_send(&x, to, 5, array, NBYTES, NULL, 1);
+        exchange_send(&x, to, 5, array, NBYTES, NULL, SENDS);
         while (__atomic_load_n(&ready[to], __ATOMIC_ACQUIRE) < call)
             idle(&looks);
         finish(&x, call);

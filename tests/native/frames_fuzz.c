@@ -165,7 +165,7 @@ static void receive(struct messages *m, int fd, uint32_t *state, unsigned call, 
         out[nbytes] = 77;
         exchange_begin(&x, m);
         if (draw(state) % 8 == 0)
-            exchange_send(&x, 1, tag, src, draw(state) % LONGEST, NULL, 0);
+            exchange_send(&x, 1, tag, src, draw(state) % LONGEST, NULL, POSTS);
         exchange_recv(&x, 1, 1, tag, out, nbytes, headed ? words : NULL);
         if (marked)
             x.mark = 5;
