@@ -20,9 +20,10 @@ from collective.testing import samples
 __all__ = ["soak"]
 
 # Lengths in bytes at which transports change their algorithm. They limit the payloads that fit a
-# message's head, are folded whole, are read from the peer's memory, or fit a slot.
-_THRESHOLDS = (256, 1 << 10, 4 << 10, 8 << 10, 32 << 10, 64 << 10, 256 << 10)
-_LARGEST = 600 << 10
+# message's head, are folded whole, are read from the peer's memory, fit a slot, or are copied by
+# the kernel.
+_THRESHOLDS = (256, 1 << 10, 4 << 10, 8 << 10, 32 << 10, 64 << 10, 256 << 10, 1 << 20)
+_LARGEST = 1200 << 10
 # Upper bound of the offset of a call's inputs in the numbers that are made beforehand.
 _OFFSETS = 997
 # Upper bound of the number of calls in the background.
@@ -121,6 +122,7 @@ class _Soak:
             _Among(half, parity),
         ]
         self._symmetric = [among.comm.empty(_LARGEST, "uint8") for among in self._all]
+        self._huge = np.zeros(8 << 20, np.uint8)  # NumPy asks the kernel for huge pages
         self._pending: deque[tuple[Any, Callable[[Any], None]]] = deque()
         self._dice: list[list[float]] = []
         self._done: Counter[str] = Counter()
@@ -210,8 +212,9 @@ class _Soak:
         x = inputs[turn.among.comm.rank]
         if turn.where == "strided":
             return samples.laid_out("strided", x)
-        if turn.where == "symmetric" and not turn.background:
-            room = self._symmetric[self._all.index(turn.among)]
+        if turn.where in ("symmetric", "huge pages") and not turn.background:
+            symmetric = self._symmetric[self._all.index(turn.among)]
+            room = symmetric if turn.where == "symmetric" else self._huge[4 << 20 :]
             y = room[: x.nbytes].view(x.dtype)
             y[:] = x
             return y
@@ -335,6 +338,6 @@ _OPERATIONS: dict[str, tuple[float, _Made]] = {
 _NAMES = list(_OPERATIONS)
 _SUMS = list(itertools.accumulate(weight for weight, _ in _OPERATIONS.values()))
 _OPS = {kind: [name for name, kinds in samples.OPS.items() if kind in kinds] for kind in "biufc"}
-_WHERE = ["new", "out", "in place", "symmetric", "strided"]
+_WHERE = ["new", "out", "in place", "symmetric", "huge pages", "strided"]
 # Random numbers per turn.
 _DICE = 14
