@@ -65,7 +65,7 @@ class Sittings:
     ) -> None:
         """Measure tasks of ``shm`` and the rivals in turns, with ``ranks`` ranks each.
 
-        The method, latency or bandwidth, depends on the size.
+        Long calls run back to back; so do all of more ranks than cores, which cannot start at once.
 
         Args:
             memories, framework: kinds of memory, and framework of the arrays, for our calls.
@@ -75,7 +75,7 @@ class Sittings:
         environments = peers.environments(self._options.mpi_envs)
         able, absent = named(["shm", *rivals], environments, ranks, memories, [framework])
         self.missing |= absent
-        self.play(able, tasks, pace)
+        self.play(able, tasks, pace, running=1 if ranks > self._options.cores else _BACK_TO_BACK)
 
     def play(
         self,
@@ -83,8 +83,9 @@ class Sittings:
         tasks: Iterable[Task],
         pace: Pace,
         inspect: Callable[[Arena], object] = lambda arena: None,
+        running: int = _BACK_TO_BACK,
     ) -> None:
-        """Measure tasks of contestants in turns.
+        """Measure tasks of contestants in turns, from ``running`` bytes on back to back.
 
         Args:
             inspect: check of the started contestants. If it raises ArenaError, nothing is measured.
@@ -95,7 +96,7 @@ class Sittings:
             for task in tasks:
                 what = f"{task.operation}, {task.dtype}, {size_name(task.nbytes)}"
                 self._progress.show(f"{what}, {contestants[0].ranks} ranks")
-                method = "latency" if task.nbytes < _BACK_TO_BACK else "bandwidth"
+                method = "latency" if task.nbytes < running else "bandwidth"
                 self._results.add(compare(arena, task, pace, [method]))
             self._progress.clear()
             self.missing |= {name: error.brief for name, error in arena.failed.items()}

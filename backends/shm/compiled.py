@@ -247,14 +247,6 @@ class _MessageCallbacks:
         """Wait for the rest of a message."""
         wait_for_message(self._control, advance, to, source, tag, deadline)
 
-    def fetch(self, rank: int, address: int, out: Any, tag: int) -> None:
-        """Copy the rest of a message from the sender's memory."""
-        self._control.fetch(rank, address, np.frombuffer(out, np.uint8))
-        # The sender does not change the memory until the receiver has read it, or until the sender
-        # gives up. In the second case the sender breaks the communicator before it changes
-        # anything. So if the communicator is not broken now, the copy is valid.
-        self._control.refuse_broken(f"recv(tag={tag})")
-
     def moved(self, to: int, source: int, tag: int) -> None:
         """Raise an error, since an array of the running message has got other memory."""
         self._control.refuse_moved(describe(to, source, tag))
