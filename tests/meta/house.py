@@ -36,7 +36,8 @@ _OPEN = {
 _LAUNCH = "collective/launch"
 #: Numbers that the drawing of this house aims at, with what came after it. The transport between
 #: hosts was given 1,500 lines of Python and 900 of C, mpi4py's module 2,800 and 300. The budget has
-#: the bounds that hold.
+#: the bounds that hold. Both aims of lines are missed: mpi4py's module passes the whole suite of
+#: mpi4py in twice its lines, and searches for twins, dead code and thin layers end without a find.
 _AIMS = {
     "lines of C": 8800,
     "lines of the longest file of C": 500,
