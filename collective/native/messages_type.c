@@ -78,7 +78,7 @@ static void go_on(Call *call)
             continue;
         }
         int is_late = now - moved > idle_ns;
-        if ((is_late || (idle && idle >= (shared ? looks : 2 * looks))) && exchange_hurry(x))
+        if ((is_late || (shared && idle >= looks)) && exchange_hurry(x))
             continue;
         if (is_late || now - start > LONGEST_NS)
             break;
