@@ -48,8 +48,7 @@ static int check_arrays(const Call *call)
 
 /* Exchanges bytes for as long as there is progress. If another thread has run on this processor
    meanwhile, that may be the sender: then each part of its message would cost a turn of the
-   scheduler. In this case, or if the sender is slow for another reason, the receiver fetches the
-   message. */
+   scheduler. In this case, or if nothing has moved for long, the receiver fetches the message. */
 static void go_on(Call *call)
 {
     struct exchange *x = &call->exchange;

@@ -50,7 +50,7 @@ LINES = {
 }
 #: Numbers of things. Words are those of all Markdown files but the entries for the changelog.
 COUNTS = {
-    "lines of C": 10936,
+    "lines of C": 10935,
     "modules": 443,
     "names of the package": 70,
     "methods of Communicator": 29,
