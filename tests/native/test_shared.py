@@ -5,7 +5,9 @@ The conformance kit and test_shm_in_c check the results for every type, operatio
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,12 @@ from collective.deadline import Deadline
 from collective.memory.arrays import adapter_of
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
+from tests.support.huge_pages import (
+    in_huge_pages,
+    lies_in_huge_pages,
+    needs_huge_pages,
+    page_map,
+)  # fmt: skip
 from tests.support.interpreter import run_python
 
 core = pytest.importorskip("collective.native._core", reason="the native core is not built")
@@ -23,7 +31,7 @@ core = pytest.importorskip("collective.native._core", reason="the native core is
 AREA_BYTES = 4096
 CALLS, CALL_BYTES = 64, 256
 LINE_BYTES = 512
-FLOAT32 = BY_NAME["float32"]
+FLOAT32, UINT8 = BY_NAME["float32"], BY_NAME["uint8"]
 ALL_REDUCE, BROADCAST, ALL_GATHER = 1, 3, 4  # as in collective/native/shared.h
 DIGEST, LOCATION, LAST_CALL, DESCRIBED, POSTED, FOLDED, READ = 1, 8, 34, 39, 40, 48, 56
 
@@ -61,12 +69,15 @@ class Damaged(Exception):
 class Host:
     """Rank 0 of two ranks; its peer acts as the test defines when rank 0 waits.
 
+    Args:
+        peer: the peer's process; the kernel reads no memory of process 0.
+
     Attributes:
         asked: request, seconds and word of each wait.
         deadlines: deadline of each wait, and of comparing calls that differ.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peer: int = 0) -> None:
         self.deadlines: list[Deadline] = []
         areas = 64 + 2 * LINE_BYTES
         self.calls = calls = areas + 4 * AREA_BYTES
@@ -76,8 +87,9 @@ class Host:
         self.asked: list[tuple[Any, ...]] = []
         self.meanwhile: Any = None
         self.shared = core.Shared(
-            self.memory, 0, 2, 64, calls, areas, AREA_BYTES, AREA_BYTES // 32 * 3, False, self
-        )
+            self.memory, 0, 2, 64, calls, areas, AREA_BYTES, AREA_BYTES // 32 * 3, False, self,
+            [os.getpid(), peer], page_map(),
+        )  # fmt: skip
 
     def plan(
         self, operation: int, op: str | None, description: bytes = b"", elements: Any = ()
@@ -109,6 +121,9 @@ class Host:
 
     def refuse(self, request: Any, rank: int, what: str) -> None:
         raise Damaged(f"{request}: rank {rank}: {what}")
+
+    def unreadable(self, request: Any, rank: int) -> None:
+        raise PermissionError(f"{request}: rank {rank}")
 
     def moved(self, request: Any) -> None:
         raise MemoryError(f"{request} has lost its array")
@@ -147,6 +162,29 @@ def test_call_waits_for_block_of_peer() -> None:
     with pytest.raises(TimeoutError, match="late"):
         host.plan(ALL_REDUCE, "sum")(floats(5000), floats(5000), 1.5)
     assert host.asked[1][:-1] == ("request", 1.5, 1, 64 + LINE_BYTES + 8 * POSTED, 1)
+
+
+@needs_huge_pages
+@pytest.mark.parametrize("fails", [None, PermissionError, TimeoutError])
+def test_call_fetches_input_that_peer_leaves(fails: type[Exception] | None) -> None:
+    host = Host(0 if fails else os.getpid())
+    x, theirs = in_huge_pages(1 << 20), np.arange(1 << 20, dtype=np.uint8)
+    out = np.zeros(2 << 20, np.uint8)
+
+    def leaves() -> None:
+        at = LOCATION + 8 * (host.peer[0] + 1 & 1)
+        host.peer[at], host.peer[at + 1] = (1 << 64) - 1, theirs.ctypes.data
+        if fails is TimeoutError and host.peer[0]:
+            raise TimeoutError("the peer has died")
+        host.arrives()
+
+    host.meanwhile = leaves
+    plan = host.plan(ALL_GATHER, None, elements=(1 << 20, 1 << 20))
+    with contextlib.nullcontext() if fails is None else pytest.raises(fails):
+        plan(Buffer(x, UINT8), Buffer(out, UINT8), 1.5)
+    if not lies_in_huge_pages(x):
+        pytest.skip("the kernel had no huge pages left")
+    assert fails is not None or out.tobytes() == x.tobytes() + theirs.tobytes()
 
 
 def test_waits_of_call_have_one_deadline() -> None:
