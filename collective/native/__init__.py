@@ -536,7 +536,7 @@ def messages(
         python: an object with three methods. ``wait(advance, to, source, tag, deadline)`` returns
             when ``advance()`` returns 0. The result of ``advance()`` is the sum of 1, while a
             message is to be sent, and 2, while a message is to be received.
-            ``fetch(rank, address, out, tag)`` fills a buffer from a rank's memory, if C cannot.
+            ``moved(to, source, tag)`` raises an error, since an array has got other memory.
             ``refuse(rank, what, to, source, tag)`` raises an error, since a rank has sent damaged
             data.
         lines: bytes to the ranks' lines, as in :func:`shared`, which wake the ranks that nap. If

@@ -400,12 +400,6 @@ static int have_written(const struct shared *s, const struct plan *p, int locati
     return written;
 }
 
-/* Whether peers read the input of a rank in a call that moves data. */
-static int is_read(const struct plan *p, int rank)
-{
-    return from_root(p) ? rank == p->root : p->operation != GATHER || rank != p->root;
-}
-
 /* Whether this rank leaves its input to the kernel, which copies it once to each peer. In a broadcast and
    a gather beyond the caches two copies are quicker: there the one rank's copies take all the time, and
    those of a staged call bypass the caches. */

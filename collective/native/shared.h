@@ -177,6 +177,12 @@ static inline int takes(const struct shared *s, const struct plan *p)
            && (!is_one_of(p, 1u << REDUCE | 1u << GATHER) || s->rank == p->root);
 }
 
+/* Whether peers read the input of a rank. The root of a gather copies its own input directly. */
+static inline int is_read(const struct plan *p, int rank)
+{
+    return from_root(p) ? rank == p->root : p->operation != GATHER || rank != p->root;
+}
+
 size_t input_bytes(const struct shared *shared, const struct plan *plan);
 size_t output_bytes(const struct shared *shared, const struct plan *plan);
 

@@ -116,13 +116,6 @@ static char *posted_at(const struct staging *c, int rank, uint64_t block, int re
     return piece_at(c, rank, 0, block, each ? reader - (reader > rank) : 0);
 }
 
-/* Whether peers need the input of this rank. The root of a gather copies its own input directly,
-   and no peer reads it. */
-static int posts(const struct shared *s, const struct plan *p)
-{
-    return sends(s, p) && !(p->operation == GATHER && s->rank == p->root);
-}
-
 /* Posts this rank's pieces of a block, after all ranks have read the block that was there before.
    Does nothing behind the last block, or if no peer needs the input. */
 static int post(const struct staging *c, uint64_t block)
@@ -130,7 +123,7 @@ static int post(const struct staging *c, uint64_t block)
     struct shared *s = c->shared;
     const struct plan *p = c->plan;
     int failed, each = is_cut(p);
-    if (block >= c->number || !posts(s, p))
+    if (block >= c->number || !is_read(p, s->rank))
         return 0;
     if (block >= c->depth && (failed = await_all(s, READ, c->first + block - c->depth + 1)))
         return failed;
